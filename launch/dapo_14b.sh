@@ -11,9 +11,9 @@
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
 #
-# `megarl launch` in this checkout's environment: DAPO on a 14B model unless told otherwise.
+# `megarl run` in this checkout's environment: DAPO on a 14B model unless told otherwise.
 #
-#   sbatch launch/dapo_14b.sh [--recipe FILE] [OPTIONS] [-- OVERRIDES]      from the folder that holds launch/
+#   sbatch launch/dapo_14b.sh [--recipe FILE] [OPTIONS] [SETTINGS]      from the folder that holds launch/
 #   bash   launch/dapo_14b.sh ...      on one node without Slurm
 #
 # --help shows the options. docs/slurm.md tells of signals, requeues and logs.

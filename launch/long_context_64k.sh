@@ -13,7 +13,7 @@
 #
 # DAPO on responses of up to 64K tokens: a packed sequence is split over eight ranks. Planned, not run.
 #
-#   sbatch launch/long_context_64k.sh [--recipe FILE] [OPTIONS] [-- OVERRIDES]      from the folder that holds launch/
+#   sbatch launch/long_context_64k.sh [--recipe FILE] [OPTIONS] [SETTINGS]      from the folder that holds launch/
 #   bash   launch/long_context_64k.sh ...      with --dry-run --nodes 2 --gpus-per-node 8: the plan
 #
 # --help shows the options. docs/slurm.md tells of signals, requeues and logs.

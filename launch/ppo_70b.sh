@@ -13,7 +13,7 @@
 #
 # PPO on a 70B model: policy, critic, reference and reward model apart, on 12 nodes. Planned, not run.
 #
-#   sbatch launch/ppo_70b.sh [--recipe FILE] [OPTIONS] [-- OVERRIDES]      from the folder that holds launch/
+#   sbatch launch/ppo_70b.sh [--recipe FILE] [OPTIONS] [SETTINGS]      from the folder that holds launch/
 #   bash   launch/ppo_70b.sh ...      with --dry-run --nodes 12 --gpus-per-node 8: the plan
 #
 # --help shows the options. docs/slurm.md tells of signals, requeues and logs.

@@ -48,17 +48,17 @@ if [ -n "$model" ]; then
   python tools/make_arithmetic.py "$folder/data"
 
   say "2/2  GRPO: only the answer is rewarded; 256 held-out problems before and after"
-  python -m megarl train "$recipe" --folder "$folder" --seed "$seed" --steps 15 $settings \
+  python -m megarl run "$recipe" --folder "$folder" --seed "$seed" --steps 15 $settings \
     --model.path "$path" --prompts.source "$folder/data/train.jsonl" --evaluation.prompts.source "$folder/data/held_out.jsonl" >"$folder/summary.json"
 else
   say "1/3  problems and demonstrations"
   python tools/make_addition.py "$folder/data"
 
   say "2/3  supervised fine-tuning from random weights: the format is learned, most of the reasoning is wrong"
-  python -m megarl sft launch/recipes/quickstart_sft.yaml --seed "$seed" >"$folder/sft_summary.json"
+  python -m megarl run launch/recipes/quickstart_sft.yaml --seed "$seed" >"$folder/sft_summary.json"
 
   say "3/3  DAPO: only the answer is rewarded; 500 held-out problems before and after"
-  python -m megarl train "$recipe" --seed "$seed" $settings >"$folder/summary.json"
+  python -m megarl run "$recipe" --seed "$seed" $settings >"$folder/summary.json"
 fi
 
 say "done in $((SECONDS - begun)) s; open $folder/report.html, or talk to the model: megarl chat $folder"

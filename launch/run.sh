@@ -1,5 +1,5 @@
-# Sourced by the launch scripts beside it: `megarl launch` in this checkout's environment.
-#   run_recipe RECIPE [--recipe FILE] [OPTIONS] [-- OVERRIDES]      OPTIONS: megarl launch --help
+# Sourced by the launch scripts beside it: `megarl run` in this checkout's environment.
+#   run_recipe RECIPE [--recipe FILE] [OPTIONS] [SETTINGS]      OPTIONS: megarl run --help
 # `root`, the folder that holds launch/ and megarl/, is set by the script.
 # shellcheck shell=bash
 set -uo pipefail
@@ -35,5 +35,5 @@ run_recipe() {
   fi
   cd "$root" || exit 1 # relative paths of a recipe start here
   # exec: the signals of bash, sbatch and scancel reach the launcher itself.
-  exec "$python" -m megarl launch "$recipe" ${options[@]+"${options[@]}"} "$@"
+  exec "$python" -m megarl run "$recipe" ${options[@]+"${options[@]}"} "$@"
 }

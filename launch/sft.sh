@@ -13,7 +13,7 @@
 #
 # Supervised fine-tuning: ranks on every GPU, no engines.
 #
-#   sbatch launch/sft.sh [--recipe FILE] [OPTIONS] [-- OVERRIDES]      from the folder that holds launch/
+#   sbatch launch/sft.sh [--recipe FILE] [OPTIONS] [SETTINGS]      from the folder that holds launch/
 #   bash   launch/sft.sh ...      on one node without Slurm
 #
 # --help shows the options. docs/slurm.md tells of signals, requeues and logs.

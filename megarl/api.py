@@ -33,7 +33,6 @@ from megarl.config_checks import sources
 from megarl.python.inputs import GivenObjects, Rows
 from megarl.python.process import GrowingFile, RunProcess, last_start
 from megarl.recipe_file import put
-from megarl.recipe_kind import recipe_kind
 from megarl.schema import Config, leaves, require, shortened
 
 C = TypeVar("C", RunConfig, DistillConfig, SftConfig, PreferenceConfig, RewardModelConfig)
@@ -149,7 +148,7 @@ def _plain(value: Any) -> Any:
 
 
 def train(config: RunConfig, *, ranks: int = 1) -> Result:
-    """Run reinforcement learning with the recipe `config`, as `megarl train` does, in new
+    """Run reinforcement learning with the recipe `config`, as `task: rl` does, in new
     processes, and block until it ends. What the run prints on standard error is passed on.
 
     Returns a `Result`: the run folder, `summary` (dict of main numbers), `metrics` of each step and
@@ -157,11 +156,11 @@ def train(config: RunConfig, *, ranks: int = 1) -> Result:
     that are started on this machine. Raises `ValueError` with the command's message for a mistake
     in the recipe or the data, `RuntimeError` for any other failure.
     """
-    return _run("train", RunConfig, config, ranks)
+    return _run("run", RunConfig, config, ranks)
 
 
 def distill(config: DistillConfig, *, ranks: int = 1) -> Result:
-    """Run on-policy distillation with the recipe `config`, as `megarl distill` does: the policy
+    """Run on-policy distillation with the recipe `config`, as `task: distill` does: the policy
     samples responses and learns from the teacher's distributions at their tokens. Runs in new
     processes, and blocks until it ends.
 
@@ -170,11 +169,11 @@ def distill(config: DistillConfig, *, ranks: int = 1) -> Result:
     that are started on this machine. Raises `ValueError` with the command's message for a mistake
     in the recipe or the data, `RuntimeError` for any other failure.
     """
-    return _run("distill", DistillConfig, config, ranks)
+    return _run("run", DistillConfig, config, ranks)
 
 
 def sft(config: SftConfig, *, ranks: int = 1) -> Result:
-    """Run supervised fine-tuning on demonstrations with the recipe `config`, as `megarl sft` does,
+    """Run supervised fine-tuning on demonstrations with the recipe `config`, as `task: sft` does,
     in new processes, and block until it ends.
 
     Returns a `Result`: the run folder, `summary` (dict of main numbers), `metrics` of each step and
@@ -182,23 +181,23 @@ def sft(config: SftConfig, *, ranks: int = 1) -> Result:
     that are started on this machine. Raises `ValueError` with the command's message for a mistake
     in the recipe or the data, `RuntimeError` for any other failure.
     """
-    return _run("sft", SftConfig, config, ranks)
+    return _run("run", SftConfig, config, ranks)
 
 
 def preference(config: PreferenceConfig, *, ranks: int = 1) -> Result:
     """Train on preferences without a reward model (DPO, KTO and others) with the recipe `config`,
-    as `megarl preference` does, in new processes, and block until it ends.
+    as `task: preference` does, in new processes, and block until it ends.
 
     Returns a `Result`: the run folder, `summary` (dict of main numbers), `metrics` of each step and
     `model`, the path of the trained model. `ranks`: number of training processes (torchrun's ranks)
     that are started on this machine. Raises `ValueError` with the command's message for a mistake
     in the recipe or the data, `RuntimeError` for any other failure.
     """
-    return _run("preference", PreferenceConfig, config, ranks)
+    return _run("run", PreferenceConfig, config, ranks)
 
 
 def reward_model(config: RewardModelConfig, *, ranks: int = 1) -> Result:
-    """Train a reward model on preference pairs with the recipe `config`, as `megarl reward-model`
+    """Train a reward model on preference pairs with the recipe `config`, as `task: reward_model`
     does, in new processes, and block until it ends.
 
     Returns a `Result`: the run folder, `summary` (dict of main numbers), `metrics` of each step and
@@ -206,7 +205,7 @@ def reward_model(config: RewardModelConfig, *, ranks: int = 1) -> Result:
     that are started on this machine. Raises `ValueError` with the command's message for a mistake
     in the recipe or the data, `RuntimeError` for any other failure.
     """
-    return _run("reward-model", RewardModelConfig, config, ranks)
+    return _run("run", RewardModelConfig, config, ranks)
 
 
 def sample(config: RunConfig) -> Result:
@@ -262,8 +261,7 @@ class KeptEngines:
         """Raise `ValueError` if a run of the recipe `config` cannot use these engines."""
         require(
             isinstance(config, RunConfig),
-            f"engines is given, but megarl {configs.COMMANDS[type(config)]} has no engines; leave"
-            " it out",
+            f"engines is given, but a run of task: {config.task} has no engines; leave it out",
         )
         assert isinstance(config, RunConfig)
         require(
@@ -308,7 +306,7 @@ class KeptEngines:
         """Start the process that keeps Ray, and wait until Ray runs."""
         assert isinstance(config, RunConfig)
         self._settings = _engine_settings(config)
-        keeper = RunProcess(configs.COMMANDS[type(config)], config, module="megarl.cluster.keeper")
+        keeper = RunProcess("run", config, module="megarl.cluster.keeper")
         try:
             while not keeper.printed().endswith(b"\n"):
                 if keeper.is_over(LOOK_S):
@@ -408,7 +406,7 @@ class Trainer:
         self.callbacks, self.ranks, self.engines = callbacks, ranks, engines
         self._told: dict[str, int] = {}
         tree, where, beside = _tree_of(recipe, changes)
-        kind = type(recipe) if isinstance(recipe, AnyConfig) else recipe_kind(tree)
+        kind = configs.task_class(tree, where)
         of_data = next(
             name
             for name in ("demonstrations", "preferences", "prompts")
@@ -449,10 +447,10 @@ class Trainer:
         folder = Path(self.config.folder)
         files = [GrowingFile(folder / name, self._told) for name in (EVALUATIONS, METRICS)]
         before = last_start(folder)
-        command, engines = configs.COMMANDS[type(self.config)], self.engines
+        engines = self.engines
         with (
             engines.lent(self.config) if engines is not None else nullcontext({}) as environment,
-            RunProcess(command, self.config, ranks=self.ranks, environment=environment) as run,
+            RunProcess("run", self.config, ranks=self.ranks, environment=environment) as run,
         ):
             is_over = False
             while not is_over:

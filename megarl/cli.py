@@ -2,7 +2,7 @@
 
     megarl run RECIPE.yaml [--ranks N] [--section.key value ...] [--print-config]
     megarl run RECIPE.yaml --help rollout
-    torchrun --nproc-per-node 2 -m megarl train RECIPE.yaml
+    torchrun --nproc-per-node 2 -m megarl run RECIPE.yaml
 
 Exit codes: 0 success, 2 a mistake in recipe or data (one error message on standard error), 129 /
 130 / 143 ended by a signal (SIGHUP, Ctrl-C, SIGTERM), 1 any other error.
@@ -15,21 +15,41 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from megarl import console, signals
-from megarl.command_line.table import COMMANDS
-from megarl.errors import UserError, shortened
+from megarl.command_line.table import COMMANDS, TASKS, Command
+from megarl.errors import UserError, require, shortened
 from megarl.files import refuse_unfit
 from megarl.lookup import load
 from megarl.private_folder import run_folder
 from megarl.quick_imports import quick_imports
 
+if TYPE_CHECKING:
+    from megarl.config import AnyConfig, ServeRewardConfig
+    from megarl.console import Options
+
 LONGEST_MESSAGE = 2000
 """Characters of an error message; a text of the user's that it repeats may be longer."""
+LAUNCH_END_WITHIN_S = 90.0
+"""Seconds after a signal until a launcher has ended: more than it gives the ranks, and then Ray."""
+REPLACED = {
+    "train": "megarl run RECIPE.yaml, whose recipe says task: rl",
+    "launch": "megarl run RECIPE.yaml, with the same options, and --ranks for --gpus-train",
+    "torchrun": (
+        "megarl run RECIPE.yaml --ranks N, or torchrun --nproc-per-node N -m megarl run RECIPE.yaml"
+    ),
+} | {
+    task.replace("_", "-"): f"megarl run RECIPE.yaml, whose recipe says task: {task}"
+    for task in TASKS
+    if task != "rl"
+}
+"""{command of earlier versions: what takes its place}"""
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -45,17 +65,17 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     console.prepare()
     if sys.flags.optimize > 1:
         fail("PYTHONOPTIMIZE=2 removes docstrings, which transformers reads; unset it")
+    start = None
     try:
-        arguments = words_of_command(arguments)
-        page = told(arguments)
+        page = help_page(arguments)
         if page is not None:
             console.result(page)
             leave(0 if arguments else 2)
-        command = COMMANDS[arguments[0]]
-        if command.owns_folder:
+        start = plan(arguments)
+        if start.owns_folder:
             signals.die_with_launcher()
-        signals.guard(command.end_within_s)
-        code = dispatch(arguments[0], arguments[1:])
+        signals.guard(start.end_within_s)
+        code = start.run()
     except UserError as error:
         fail(str(error))
     except console.Reported as reported:
@@ -66,8 +86,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = 1
     except KeyboardInterrupt as caught:
         ended = signals.ending(caught)
-        found = COMMANDS.get(arguments[0])
-        signals.say_end(arguments[0], ended, trains=found is not None and found.owns_folder)
+        name = arguments[0] if arguments else ""
+        trains = name in COMMANDS and COMMANDS[name].owns_folder
+        signals.say_end(name, ended, trains=trains if start is None else start.owns_folder)
         code = 128 + ended.number
     leave(code)
 
@@ -83,93 +104,110 @@ def use_utf8() -> None:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606
 
 
-def words_of_command(arguments: list[str]) -> list[str]:
-    """The words after `megarl` with another command's in place of those of `megarl run`, which
-    starts a recipe by whichever command suits recipe and machine; all other words are returned
-    unchanged. Raises `UserError` for what the user can correct.
-    """
-    from megarl.command_line import pages
-    from megarl.recipe_paths import typed
-
-    command = COMMANDS.get(arguments[0]) if arguments else None
-    rest = arguments[1:]
-    if command is None or not command.becomes or any(map(pages.asks, rest)):
-        return arguments
-    pages.refuse_unknown(arguments[0], rest)
-    try:
-        return load(command.becomes)([typed(word) for word in rest])
-    except (ValueError, PermissionError) as error:
-        raise mistake(error) from error
-
-
-def told(arguments: list[str]) -> str | None:
+def help_page(arguments: list[str]) -> str | None:
     """The text to print for a command line that starts nothing: help, versions or shell completion.
     None for a command line that runs a command. `arguments`: the words after `megarl`. Raises
     `UserError`, the error shown to the user in one line, for an unknown command.
     """
     from megarl.command_line import pages  # here: signals are heard by now
+    from megarl.command_line.words import asks, closest
 
     words = list(arguments) or ["--help"]
-    if words[0] == "help" or pages.asks(words[0]):
+    if words[0] == "help" or asks(words[0]):
         words = [*words[1:2], "--help", *words[2:]]
     name, rest = words[0], words[1:]
-    if pages.asks(name):
+    if asks(name):
         return pages.usage()
     if name == "--version":
         return load("megarl.command_line.versions:versions")()
     if name == "completion":
-        return load("megarl.command_line.completion:answer")(rest)
+        return load("megarl.command_line.pages:completion")(rest)
+    if name in REPLACED:
+        raise UserError(f"megarl {name} is megarl run now: {REPLACED[name]}")
     if name not in COMMANDS:
-        close = pages.closest(name, [*COMMANDS, "completion"]) or f"; use {', '.join(COMMANDS)}"
+        close = closest(name, [*COMMANDS, "completion"]) or f"; use {', '.join(COMMANDS)}"
         raise UserError(f"unknown command {name!r}{close}")
-    if any(map(pages.asks, rest)):
-        return pages.page(name, rest)
-    return None
+    return pages.page(name, rest) if any(map(asks, rest)) else None
 
 
-def dispatch(name: str, rest: list[str]) -> int:
-    """Run the command `name` ("train", ...) with the words `rest` that follow it on the command
-    line: read the recipe, check everything, and run until the end. Returns the exit code.
+@dataclass(frozen=True)
+class Start:
+    """What a command line starts: `run` does it and returns the exit code."""
 
-    Raises `UserError` for what the user can correct in recipe, data or machine.
+    run: Callable[[], int]
+    end_within_s: float
+    """Seconds after a signal until everything that `run` started has ended."""
+    owns_folder: bool = False
+    """Whether this process is to own the run folder."""
+
+
+def plan(arguments: list[str]) -> Start:
+    """What the command line `arguments`, the words after `megarl`, starts. Raises `UserError` for
+    what the user can correct in the words and in the recipe's task.
     """
-    from megarl.command_line import pages
+    from megarl.command_line.words import parse, refuse_unknown
     from megarl.recipe_paths import typed
 
+    name, *words = map(typed, arguments)
     command = COMMANDS[name]
-    rest = [typed(word) for word in rest]
-    pages.refuse_unknown(name, rest)
+    refuse_unknown(name, words)
     if command.first == "RUN":
-        refuse_no_run(rest)
-    if not command.config:
-        return load(command.run)(rest)
-    flags = {flag for flag in ("--print-config", "--check") if flag in rest}
-    rest = [_long(word, command.flags) for word in rest if word not in flags]
-    ranks = _take_ranks(rest)
-    if ranks is not None and "--check" not in flags:
-        raise UserError(
-            f"--ranks is for --check; to start them: megarl torchrun --nproc-per-node {ranks}"
-            f" {name} {command.first}"
-        )
-    if not rest or rest[0].startswith("-"):
-        what = "a recipe" if command.first == "RECIPE.yaml" else "a run folder"
-        raise UserError(
-            f"megarl {name} needs {what} first: "
-            f"megarl {name} {command.first} [--section.key value ...]"
-        )
-    from megarl import config as configs
-
-    kind = command.config
+        refuse_no_run(words)
+    kinds = command.kinds()
+    if not kinds:
+        return Start(lambda: load(command.run)(words), command.end_within_s)
+    options = parse(name, words)
     try:
         if command.arguments:
-            kind, rest = load(command.arguments)(rest)
-        say = console.say if os.environ.get("RANK", "0") == "0" else str
-        config = configs.read(getattr(configs, kind), rest[0], rest[1:], say)
+            load(command.arguments)(options)
+        kind = kinds.get("") or recipe_class(name, options.recipe)
+        processes = load(command.starts)(name, options, kind) if command.starts else None
+        if processes is not None:
+            return Start(processes, LAUNCH_END_WITHIN_S)
     except (ValueError, PermissionError) as error:
         raise mistake(error) from error
-    if "--print-config" in flags:
+    run = partial(run_recipe, command, kind, options)
+    return Start(run, command.end_within_s, command.owns_folder)
+
+
+def recipe_class(name: str, recipe: str) -> type[AnyConfig]:
+    """The configuration class of a recipe for command `name`. Raises `ValueError` for a recipe
+    without a task, or with one that the command does not take.
+    """
+    from megarl import config as configs
+
+    kind = configs.task_class(configs.written_tree(recipe), f"recipe {recipe}")
+    tasks = {task: other for task, other in COMMANDS[name].kinds().items() if other is kind}
+    allowed = " or ".join(COMMANDS[name].tasks)
+    require(
+        bool(tasks),
+        f"recipe {recipe} has task: {kind.model_fields['task'].default}, and megarl {name} needs a"
+        f" recipe with task: {allowed}",
+    )
+    return kind
+
+
+def run_recipe(
+    command: Command, kind: type[AnyConfig | ServeRewardConfig], options: Options
+) -> int:
+    """Run a command in this process: read the recipe as configuration class `kind`, check
+    everything, and run until the end. Returns the exit code. Raises `UserError` for what the user
+    can correct in recipe, data or machine.
+    """
+    from megarl import config as configs
+
+    is_main = os.environ.get("RANK", "0") == "0"
+    say = console.say if is_main else str
+    try:
+        config = configs.read(kind, options.recipe, options.overrides, say)
+    except (ValueError, PermissionError) as error:
+        raise mistake(error) from error
+    if options.print_config:
         console.result(configs.dump(config).rstrip("\n"))
         return 0
+    work = command
+    if isinstance(config, configs.AnyConfig) and not command.run:
+        work = TASKS[config.task]
     with console.diverted(), ExitStack() as stack:
         stack.enter_context(run_folder())
         try:
@@ -181,27 +219,27 @@ def dispatch(name: str, rest: list[str]) -> int:
                 owner = None
                 if command.owns_folder:  # before the imports of the checks, which take seconds
                     owned = load("megarl.checks.folder_checks:owned_folder")
-                    owner = stack.enter_context(owned(config, starts="--check" not in flags))
-                if name not in ("replay", "serve-reward") and os.environ.get("RANK", "0") == "0":
+                    owner = stack.enter_context(owned(config, starts=not options.check))
+                if command.reads_files and is_main:
                     files = load("megarl.checks.named_files:check_named_files")
                     files(config, trains=command.owns_folder)
                 with quick_imports():
-                    check = load(command.check)
+                    check = load(work.check)
                     if getattr(getattr(config, "training", None), "precision", "") == "auto":
                         config = load("megarl.trainer.precision:resolved")(config, say)
-                inputs = check(config, ranks)
+                inputs = check(config, options.ranks)
                 if owner is not None:
                     inputs = replace(inputs, owner=owner)
         except (ValueError, PermissionError) as error:
             raise mistake(error) from error
-        if "--check" in flags:
+        if options.check:
             console.say(f"checked: {inputs}")
             if command.owns_folder:
-                told = load("megarl.checks.run_files:outlook")(config, inputs)
-                console.say(told) if told else None
+                outlook = load("megarl.checks.run_files:outlook")(config, inputs)
+                console.say(outlook) if outlook else None
             return 0
         with quick_imports():
-            run = load(command.run)
+            run = load(work.run)
         return run(config, inputs)
 
 
@@ -225,12 +263,6 @@ def refuse_no_run(words: list[str]) -> None:
             return
 
 
-def _long(word: str, flags: dict[str, str]) -> str:
-    """A word of the command line with the recipe's key in place of a short name for it."""
-    name, equals, value = word.partition("=")
-    return f"{flags.get(name, name)}{equals}{value}"
-
-
 def mistake(error: ValueError | PermissionError) -> UserError:
     """A `UserError` with the message of `error`, on one line of at most 2000 characters. For a
     `PermissionError` the message asks for the right to the file, or for another path in the recipe.
@@ -242,19 +274,6 @@ def mistake(error: ValueError | PermissionError) -> UserError:
             " and to the folders above, or set another path in the recipe"
         )
     return UserError(shortened(said, LONGEST_MESSAGE))
-
-
-def _take_ranks(words: list[str]) -> int | None:
-    """Remove `--ranks N` from a command line; returns N, or None where it is not there."""
-    for index, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if name == "--ranks":
-            value = value if equals else "".join(words[index + 1 : index + 2])
-            del words[index : index + (1 if equals else 2)]
-            if not (value.isascii() and value.isdecimal() and 1 <= int(value[:9]) <= 2**16):
-                raise UserError(f"--ranks is {value[:40]!r}; write a number, as in --ranks 8")
-            return int(value[:9])
-    return None
 
 
 def fail(message: str) -> NoReturn:

@@ -42,7 +42,6 @@ from megarl.schema import (
     Of,
     Range,
     Without,
-    dotted,
     is_own,
     leaves,
     problems,
@@ -115,10 +114,11 @@ OF_KL = Of("algorithm.kl.coefficient")
 
 class RunConfig(AnyRunConfig):
     """All settings of a reinforcement-learning run, which samples responses to prompts, scores them
-    and trains the policy on the rewards: the recipe of `megarl train`, also read by `eval` and
+    and trains the policy on the rewards: the recipe of `task: rl`, also read by `eval` and
     `sample`.
     """
 
+    task: Literal["rl"] = "rl"
     epochs: Annotated[float | None, Range(1e-6, 1e6), OF_ONE_SOURCE] = None
     """Passes over the prompts. If set, `steps` becomes `epochs` x number of prompts /
     `rollout.groups_per_step`, rounded up; not for `prompts.sources`. Rollouts of a prompt that
@@ -208,17 +208,18 @@ class RunConfig(AnyRunConfig):
 
 
 TEACHER_ALONE = Without(
-    why="which megarl distill does not use: the policy learns from its teacher alone"
+    why="which task: distill does not use: the policy learns from its teacher alone"
 )
 
 
 class DistillConfig(RunConfig):
     """All settings of a run of on-policy distillation, in which the policy learns from a teacher's
-    distributions on responses that the policy samples: the recipe of `megarl distill`. It has the
-    settings of `megarl train` but those of rewards: `algorithm`, `reference`, `critic`, `critics`
+    distributions on responses that the policy samples: the recipe of `task: distill`. It has the
+    settings of `task: rl` but those of rewards: `algorithm`, `reference`, `critic`, `critics`
     and `reward_models` must be left out.
     """
 
+    task: Literal["distill"] = "distill"  # pyright: ignore[reportIncompatibleVariableOverride]
     reference: Annotated[ReferenceRoleConfig, TEACHER_ALONE] = section(ReferenceRoleConfig)
     critic: Annotated[CriticConfig, TEACHER_ALONE] = section(CriticConfig)
     critics: Annotated[dict[str, CriticConfig], TEACHER_ALONE] = {}
@@ -258,7 +259,7 @@ NEEDS_SOURCE = Needs("set it to a data file or hub name", "source")
 
 
 class HeldOutConfig(Config):
-    """How often a run on a fixed data set (`megarl sft`, `preference`, `reward-model`) is evaluated
+    """How often a run on a fixed data set (`task: sft`, `preference`, `reward_model`) is evaluated
     on held-out rows.
     """
 
@@ -267,8 +268,8 @@ class HeldOutConfig(Config):
 
 
 class SupervisedConfig(AnyRunConfig):
-    """Settings that all runs on a fixed data set have: `megarl sft`, `preference` and
-    `reward-model`.
+    """Settings that all runs on a fixed data set have: `task: sft`, `preference` and
+    `reward_model`.
     """
 
     samples_per_step: Annotated[int, Range(1, 2**20)] = 64
@@ -298,9 +299,10 @@ class SftEvaluationConfig(HeldOutConfig):
 
 class SftConfig(SupervisedConfig):
     """All settings of a supervised fine-tuning run, which trains a model on (prompt, response)
-    demonstrations: the recipe of `megarl sft`.
+    demonstrations: the recipe of `task: sft`.
     """
 
+    task: Literal["sft"] = "sft"
     demonstrations: Annotated[DemonstrationsConfig, NEEDS_SOURCE] = section(DemonstrationsConfig)
     evaluation: SftEvaluationConfig = section(SftEvaluationConfig)
 
@@ -338,14 +340,15 @@ class ReferenceConfig(Config):
     share one."""
 
 
-NO_MARGINS = "which only megarl reward-model uses"
+NO_MARGINS = "which only task: reward_model uses"
 
 
 class PreferenceConfig(SupervisedConfig):
     """All settings of a run that trains a policy on preferences without a reward model (DPO, KTO
-    and others): the recipe of `megarl preference`.
+    and others): the recipe of `task: preference`.
     """
 
+    task: Literal["preference"] = "preference"
     loss: PreferenceLossConfig = section(PreferenceLossConfig)
     reference: Annotated[
         ReferenceConfig, Of("loss.has_reference", why="but loss.method uses no reference", fix="")
@@ -370,15 +373,16 @@ class PreferenceConfig(SupervisedConfig):
 
 PAIRS_ONLY = (
     "but a reward model learns from pairs; name the columns of the two responses, or train with"
-    " megarl preference and KTO"
+    " task: preference and KTO"
 )
 
 
 class RewardModelConfig(SupervisedConfig):
     """All settings of a run that trains a reward model, which gives a text a score, on pairs of a
-    better and a worse response: the recipe of `megarl reward-model`.
+    better and a worse response: the recipe of `task: reward_model`.
     """
 
+    task: Literal["reward_model"] = "reward_model"
     loss: RewardLossConfig = section(RewardLossConfig)
     preferences: Annotated[
         PreferencesConfig, NEEDS_SOURCE, Without("response_column", why=PAIRS_ONLY)
@@ -469,15 +473,32 @@ def silence_s(config: RunConfig) -> float:
     return restart_s + own_s + environment.time_limit_s + 60.0
 
 
-COMMANDS: dict[type[Config], str] = {
-    RunConfig: "train",
-    DistillConfig: "distill",
-    SftConfig: "sft",
-    PreferenceConfig: "preference",
-    RewardModelConfig: "reward-model",
-    ServeRewardConfig: "serve-reward",
+TASKS: dict[str, type[AnyConfig]] = {
+    "rl": RunConfig,
+    "sft": SftConfig,
+    "preference": PreferenceConfig,
+    "reward_model": RewardModelConfig,
+    "distill": DistillConfig,
 }
-"""{configuration: the command whose recipes it is}"""
+"""{`task` of a recipe: its configuration class}"""
+
+
+def task_class(tree: dict[str, Any], where: str) -> type[AnyConfig]:
+    """The configuration class of a recipe, given as nested dicts, by its key `task`. Raises
+    `ValueError` if the key is missing or has another value than `TASKS` names; `where` says in the
+    message where the dicts come from.
+    """
+    task, tasks = tree.get("task"), ", ".join(TASKS)
+    require(
+        task is not None,
+        f"{where} does not say what it is; add a line such as `task: rl` at its top, with one of"
+        f" {tasks} (only recipes of megarl serve-reward have none)",
+    )
+    require(
+        isinstance(task, str) and task in TASKS,
+        f"{where}: task is {shortened(repr(task))}; set it to one of {tasks}",
+    )
+    return TASKS[str(task)]
 
 
 def read(
@@ -539,13 +560,6 @@ def from_tree(
     try:
         found = kind.model_validate(presets.filled_in(tree), context=folder)
     except ValidationError as error:
-        unknown = unknown_keys(kind, tree) if kind in COMMANDS else []
-        for other, name in COMMANDS.items() if unknown else ():
-            require(
-                unknown_keys(other, tree),
-                f"{where} is for megarl {name}; megarl {COMMANDS[kind]} has no key"
-                f" {', '.join(unknown[:5])}",
-            )
         said = [
             in_line(one, lines or {}) for one in problems(error, partial(recipe_file.hint, kind))
         ]
@@ -567,17 +581,6 @@ def in_line(said: str, lines: dict[str, int]) -> str:
     words = re.findall(r"[\w.\[\]]+", said.partition(";")[0])
     keys = [word for word in words if word in lines and (word == words[0] or "." in word)]
     return f"line {lines[keys[0]]}: {said}" if keys else said
-
-
-def unknown_keys(kind: type[Config], tree: Any) -> list[str]:
-    """The dotted keys in the nested dicts `tree` that configuration class `kind` does not have;
-    empty if there are none.
-    """
-    try:
-        kind.model_validate(tree)
-    except ValidationError as error:
-        return [dotted(one["loc"]) for one in error.errors() if one["type"] == "extra_forbidden"]
-    return []
 
 
 def dump(value: Config) -> str:

@@ -1,4 +1,4 @@
-"""Checks of settings of `megarl train` and `megarl distill` that are right by themselves but do not
+"""Checks of settings of `task: rl` and `task: distill` that are right by themselves but do not
 fit each other.
 """
 
@@ -31,7 +31,7 @@ run, with an error that does not name the engine."""
 
 
 def check_run_settings(config: RunConfig, longest: int) -> None:
-    """Check that the settings of a run that generates rollouts (`megarl train`, `distill`) fit each
+    """Check that the settings of a run that generates rollouts (`task: rl`, `distill`) fit each
     other: rewards, verifiers, models, engines and their time limits. Raises `ValueError`, with what
     to set, where they do not. `longest`: most tokens of one prompt and its response together.
     """

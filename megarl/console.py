@@ -21,7 +21,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn, TextIO
 
@@ -58,6 +58,37 @@ def _about_option(found: re.Match[str]) -> str:
     "argument --nodes: is" becomes "--nodes is". `found`: the match of that beginning.
     """
     return f"{found[1]} has an invalid " if found[2] else f"{found[1]} "
+
+
+class Options(argparse.Namespace):
+    """The words behind a command that has a recipe. An option that was not given, or that the
+    command does not have, is None or False.
+    """
+
+    recipe: str
+    """The first word: a recipe, or a run folder."""
+    overrides: Sequence[str] = ()
+    """Settings that replace those of the recipe, such as `["--steps", "10"]`."""
+    words: Sequence[str] = ()
+    """All words."""
+    check: bool = False
+    print_config: bool = False
+    ranks: int | None = None
+    port: int | None = None
+    nodes: int | None = None
+    gpus_per_node: int | None = None
+    cpu: bool = False
+    dry_run: bool = False
+    requeue: bool = False
+
+    def given(self, *names: str) -> list[str]:
+        """Those of the options `names` that were given, as words."""
+        words: list[str] = []
+        for name in names:
+            if value := getattr(self, name):
+                flag = f"--{name.replace('_', '-')}"
+                words += [flag] if value is True else [flag, str(value)]
+        return words
 
 
 class Reported(Exception):

@@ -3,7 +3,7 @@
     algorithm: gspo                    algorithm: {preset: gspo, entropy_coefficient: 0.01}
 
 A preset fills in the settings that the recipe leaves out. A setting that contradicts it is refused:
-the run would be called by a name that it is not. `megarl train RECIPE.yaml --print-config` prints
+the run would be called by a name that it is not. `megarl run RECIPE.yaml --print-config` prints
 what a preset means.
 
 To add one, add its settings to `PRESETS` and its name to `PresetName` in `objectives/config.py`.

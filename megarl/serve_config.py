@@ -22,7 +22,7 @@ class ServedModelConfig(Config):
     """
 
     model: Annotated[ModelConfig, JUDGES_NOTHING] = section(ModelConfig)
-    """A sequence classifier with one label, such as `megarl reward-model` trains, and its
+    """A sequence classifier with one label, such as `task: reward_model` trains, and its
     tokenizer."""
     template: Literal["none", "rendered"] = "none"
     """How prompts are read, which are texts: `none` adds the tokenizer's first special tokens to

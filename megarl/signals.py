@@ -219,7 +219,7 @@ def die_with_launcher() -> None:
 
 def keep_blocked_signals() -> None:
     """Keep the signals blocked that are blocked in the calling thread, such as SIGTERM in Ray's
-    processes under `megarl launch`. Called once, before this process first starts another one by
+    processes under `megarl run`. Called once, before this process first starts another one by
     multiprocessing: that would unblock SIGTERM and SIGINT in the calling thread. Here another
     thread takes this effect.
     """

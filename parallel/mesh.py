@@ -18,7 +18,7 @@ from megarl.parallel.layout import Layout
 
 STORE = "MEGARL_STORE"
 """Name of an environment variable with the path of a file at which the ranks of one host meet,
-instead of a TCP port. `megarl torchrun` sets it; at a restart the restart's number is appended."""
+instead of a TCP port. `megarl run` sets it; at a restart the restart's number is appended."""
 
 
 @dataclass(frozen=True)

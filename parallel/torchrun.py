@@ -1,7 +1,7 @@
 """torchrun whose last words are those of the rank that failed.
 
-    python -m megarl.parallel.torchrun --nproc-per-node 2 -m megarl train recipe.yaml
-    megarl torchrun --nproc-per-node 2 train recipe.yaml                    the same
+    python -m megarl.parallel.torchrun --nproc-per-node 2 -m megarl run recipe.yaml
+    megarl run recipe.yaml --ranks 2                                        the same
 
 torchrun itself ends with exit code 1 whatever happened, below 50 lines of its own traceback. Here
 the exit code is that of the rank that failed first, and a rank's one line of error stands alone.
@@ -42,9 +42,6 @@ from megarl.signals import AGENT, SHUTDOWN, SHUTDOWN_S, SIGNALS
 
 SAID = 2
 """Exit code of a rank that has printed a mistake of the user (`UserError`) in one line."""
-
-TRAINS = ("train", "distill", "sft", "preference", "reward-model", "replay")
-"""Commands of megarl that run on several ranks, which `megarl torchrun` can start."""
 
 
 class NodeLost(Exception):
@@ -215,23 +212,6 @@ def exit_code(found: int) -> int:
     signal's number where `found` is negative (-9 becomes 137).
     """
     return found if found >= 0 else 128 - found
-
-
-def command(arguments: list[str]) -> int:
-    """The command `megarl torchrun OPTIONS COMMAND ...`: run `megarl COMMAND ...` on the ranks that
-    torchrun's OPTIONS ask for, and wait for them. `arguments`: the words after `megarl torchrun`.
-    Returns the exit code. Raises `UserError` if none of the COMMANDs that run on several ranks
-    (train, distill, sft, preference, reward-model, replay) is among `arguments`.
-    """
-    commands = [index for index, word in enumerate(arguments) if word in TRAINS]
-    if not commands:
-        names = ", ".join(TRAINS)
-        raise UserError(
-            f"megarl torchrun needs one of {names} after its options: megarl torchrun"
-            " --nproc-per-node N train RECIPE.yaml"
-        )
-    start = commands[0]
-    return run_agent([*arguments[:start], "-m", "megarl", *arguments[start:]])
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -42,7 +44,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Tests that start Ray, vLLM or whole runs fork their processes from the test fork server."""
+    """Tests that start Ray, vLLM or whole runs fork their processes from the test fork server. A
+    test that could take longer than until MEGARL_TESTS_END, in seconds since 1970, is skipped.
+    """
     from support import fork_server
 
+    mark = item.get_closest_marker("timeout")
+    timeout_s = float(mark.args[0] if mark else item.config.getini("timeout"))
+    if time.time() + timeout_s > float(os.environ.get("MEGARL_TESTS_END", "inf")):
+        pytest.skip(f"may take {timeout_s:.0f} s, and there is less time left")
     fork_server.use("system" in Path(item.path).parts or bool(item.get_closest_marker("engine")))

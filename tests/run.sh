@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Environment, then style, then the tests, of which one is that of types:
-#   bash tests/run.sh                         everything
-#   bash tests/run.sh fast                    style, types, and the tests that start no engine (no vLLM, no Ray)
+# Environment, then style, then tests, of which one is that of types:
+#   bash tests/run.sh                         what a change can break
+#   bash tests/run.sh nightly                 the rest, marked `nightly`: chaos, Slurm, fuzz, browsers, tutorials,
+#                                             published agents, whole matrices; no style
+#   bash tests/run.sh fast                    as the first, without tests that start an engine (vLLM, Ray) or are slow
 #   bash tests/run.sh tests/unit -k window    these arguments go to pytest; no style
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -16,18 +18,24 @@ style() {
 # Two at a time, a file's tests in one process because of their fixtures: ranks and engines often wait for each other.
 # In the order given: files of long tests first, or one process would be left with them at the end.
 two_at_a_time="-n 2 --dist loadfile --no-loadscope-reorder"
+everything="tests/system tests/distributed tests/unit"
 case ${1:-} in
   '')
     style
     # shellcheck disable=SC2086
-    exec python -m pytest $two_at_a_time --durations=25 tests/system tests/distributed tests/unit
+    exec python -m pytest $two_at_a_time --durations=25 -m "not nightly" $everything
+    ;;
+  nightly)
+    shift
+    # shellcheck disable=SC2086
+    exec python -m pytest $two_at_a_time --durations=25 -m nightly "$@" $everything
     ;;
   fast)
     shift
     style
     # Of the tests on ranks those that send messages; those that train models under many layouts take minutes.
     # shellcheck disable=SC2086
-    exec python -m pytest $two_at_a_time --durations=15 -m "not engine and not slow" "$@" \
+    exec python -m pytest $two_at_a_time --durations=15 -m "not engine and not slow and not nightly" "$@" \
       tests/unit tests/distributed/test_exchange.py
     ;;
   *) exec python -m pytest "$@" ;;

@@ -4,7 +4,7 @@
         [--ranks 1,2] [--pause 5] [--hang 240] [--disk MIB] [--only SIGKILL] [--then 30]
         [--reference]
 
-Runs `megarl train RECIPE.yaml --resume auto` and, again and again, does it a harm: kills (SIGKILL)
+Runs `megarl run RECIPE.yaml --resume auto` and, again and again, does it a harm: kills (SIGKILL)
 or stops (SIGSTOP) one of its processes, tears or alters its files between two starts, fills its
 disk, or makes its verifier raise, hang or return NaN. The moments are random, one of them in each
 phase of the run (generate, score, take, train, ...) before the next is in a phase for the second
@@ -221,8 +221,9 @@ class Torment:
 
 def command(recipe: Path, ranks: int, *further: str) -> list[str]:
     """The command line of the run with a number of training ranks."""
-    torchrun = ["torchrun", "--standalone", "--nproc-per-node", ranks] if ranks > 1 else []
-    return megarl(*torchrun, "train", recipe, *further)
+    torchrun = ["megarl.parallel.torchrun", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+    words = [*(torchrun if ranks > 1 else []), "megarl", "run", str(recipe), *further]
+    return [sys.executable, "-m", *words]
 
 
 def table(struck: list[Struck], run: Run) -> list[str]:

@@ -2,7 +2,7 @@
 
     sudo python tools/doors.py RECIPE.yaml --ranks 2
 
-Starts `megarl train RECIPE.yaml` and tries, each second while it starts and again after its first
+Starts `megarl run RECIPE.yaml` and tries, each second while it starts and again after its first
 step, all that it has: files, folders and sockets in the run's temporary folder, in the run folder
 and in /dev/shm, `/proc` of each process, each socket without a file, and each port on which a
 process listens. Prints what succeeded. Exit code 1 if something did that
@@ -40,7 +40,7 @@ from common import command_line
 
 from megarl.private_folder import MARK
 
-OPTIONS = {"recipe": (Path, "of the run"), "--ranks": (1, "trainer ranks, under megarl torchrun")}
+OPTIONS = {"recipe": (Path, "of the run"), "--ranks": (1, "trainer ranks")}
 NOBODY = 65534
 START_S, ANSWER_S, POLL_S = 600.0, 2.0, 1.0
 KINDS = ("files and sockets", "processes", "ports")
@@ -232,8 +232,7 @@ def main() -> int:
         parser.error("needs root, to become the user nobody")
     folder = Path(yaml.safe_load(args.recipe.read_text())["folder"])
     before = {str(path) for path in Path("/dev/shm").iterdir()}
-    torchrun = ["torchrun", f"--nproc-per-node={args.ranks}"] if args.ranks > 1 else []
-    command = megarl(*torchrun, "train", args.recipe)
+    command = megarl("run", args.recipe, *(["--ranks", args.ranks] if args.ranks > 1 else []))
     run, wrong = Run(command, folder, Path(f"{folder}_doors.log")), list[str]()
     run.start()
     try:

@@ -2,11 +2,11 @@
 
     python tools/leftovers.py RECIPE.yaml [--runs 30] [--seed 1] [--kinds core,rank,...]
 
-Starts `megarl train RECIPE.yaml` again and again, each time in a new run folder, and ends each run
+Starts `megarl run RECIPE.yaml` again and again, each time in a new run folder, and ends each run
 in another way: it finishes, fails, gets SIGTERM or SIGHUP, or one of its processes gets SIGKILL, a
 process of each kind in turn. All runs but those that finish or fail are ended at a random moment,
 some while they start. The recipe's verifier is replaced by one that also starts processes in
-sessions of their own and makes temporary files. Then `megarl train RECIPE.yaml --check` is the next
+sessions of their own and makes temporary files. Then `megarl run RECIPE.yaml --check` is the next
 start, and nothing may be left: no process that the runs have started, and no new file in /tmp,
 TMPDIR or /dev/shm. Where other programs work there too, give the tool folders of its own:
 
@@ -75,7 +75,7 @@ def command(recipe: dict[str, object], place: Path, number: int, ending: str) ->
         "environment": {"verifier": f"{verifier}:score", "require_stop": False},
     }
     path.write_text(yaml.safe_dump(own))
-    return megarl("train", path)
+    return megarl("run", path)
 
 
 def strike(run: Run, ending: str, draw: random.Random) -> str:

@@ -25,6 +25,7 @@ def score(prompt, response):
 
 RECIPE = """\
 # Two engines, rollouts up to a version old, a checkpoint and an evaluation every other step.
+task: rl
 folder: {folder}/run
 steps: 100000
 seed: 5

@@ -2,7 +2,7 @@
 line; none on a machine without GPUs.
 
     settings=$(python tools/quickstart_settings.py launch/recipes/quickstart.yaml)
-    megarl train launch/recipes/quickstart.yaml $settings
+    megarl run launch/recipes/quickstart.yaml $settings
 
 launch/quickstart.sh asks before its first stage, so that the last one is not refused after minutes.
 With a GPU, trainer and engine take turns on the first one that is visible.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -18,13 +18,13 @@ from site_errors import errors_page
 
 from megarl import config as configs
 from megarl.command_line.settings import Setting, as_yaml, settings
-from megarl.command_line.table import COMMANDS, Command
-from megarl.schema import FILE, Of
+from megarl.command_line.table import COMMANDS, TASKS, Command
+from megarl.schema import FILE, Config, Of
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages."""
-    pages = {name: _recipe_page(name, using) for name, using in recipes().items()}
+    pages = {name: _recipe_page(name, kind) for name, kind in recipes().items()}
     own = {"commands": _commands_page(), "messages": _messages_page()}
     for name, lines in {**pages, **own}.items():
         content = "\n".join(lines) + "\n"
@@ -32,23 +32,21 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def recipes() -> dict[str, list[str]]:
-    """{command that a kind of recipe is named after: all commands that take this kind}."""
-    kinds: dict[str, list[str]] = {}
-    for name, command in COMMANDS.items():
-        if command.config:
-            kinds.setdefault(command.config, []).append(name)
-    return {names[0]: names for names in kinds.values()}
+def recipes() -> Mapping[str, type[Config]]:
+    """{name of a page: configuration class}: of each task, and of `megarl serve-reward`."""
+    return configs.TASKS | {"serve-reward": configs.ServeRewardConfig}
 
 
-def _recipe_page(name: str, using: list[str]) -> Iterator[str]:
-    """The lines of the page about the recipe of `using`."""
+def _recipe_page(name: str, kind: type[Config]) -> Iterator[str]:
+    """The lines of the page about a kind of recipe."""
+    using = [one for one, command in COMMANDS.items() if kind in command.kinds().values()]
     commands = ", ".join(f"[`megarl {one}`](commands.md#megarl-{one})" for one in using)
-    yield from (f"# Recipe of `megarl {name}`", "")
+    title = f"`task: {name}`" if name in TASKS else f"`megarl {name}`"
+    yield from (f"# Recipe of {title}", "")
     yield f"Every key with its default, its values and its meaning. For the commands {commands}."
     yield "On the command line a key is an option: `--section.key VALUE`. `NAME` in a key stands"
     yield "for a name that the recipe chooses, `N` for the number of an entry of a list."
-    known = list(settings(getattr(configs, COMMANDS[name].config)))
+    known = list(settings(kind))
     sections = {one.key: one for one in known if one.is_section}
     rows: dict[str, list[Setting]] = {"": [], **{key: [] for key in sections}}
     for one in known:
@@ -97,15 +95,14 @@ def _cell(text: str) -> str:
 
 def _commands_page() -> Iterator[str]:
     """The lines of the page about all commands."""
-    own = recipes()
     yield from ("# Commands", "")
     yield "Every command has `--help`. A command that takes a recipe also takes its keys as"
     yield "options; `--help SECTION`, `--help WORD` and `--help all` print keys."
     for name, command in COMMANDS.items():
         yield from ("", f"## megarl {name}", "", *_about(name, command))
-        if command.config:
-            named = next(one for one, using in own.items() if name in using)
-            yield from ("", f"Recipe: [its keys]({named}.md).")
+        if tasks := command.kinds():
+            pages = [f"[{task or 'its'} keys]({task or name}.md)" for task in tasks]
+            yield from ("", f"Recipe: {', '.join(pages)}.")
         yield from ("", "| option | meaning |", "|---|---|")
         for option, meaning in command.all_options.items():
             yield f"| `{option}` | {_cell(meaning)} |"
@@ -113,7 +110,7 @@ def _commands_page() -> Iterator[str]:
 
 def _about(name: str, command: Command) -> Iterator[str]:
     """The lines about a command without its options."""
-    words = ["[OPTIONS]", command.first] if name == "torchrun" else [command.first, "[OPTIONS]"]
+    words = [command.first, "[OPTIONS]"]
     yield _cell(f"{command.summary[0].upper()}{command.summary[1:]}. {command.about}".strip())
     yield from ("", "```bash", " ".join(["megarl", name, *filter(None, words)]))
     yield from (f"megarl {name} {command.example}", "```", "")

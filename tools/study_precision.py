@@ -74,7 +74,7 @@ def run(case: dict[str, Any], folder: Path, model: Path) -> dict[str, Any]:
     """Do one run of the study."""
     place = folder / "sft-{precision}-seed{seed}-{steps}steps".format(**case)
     shutil.rmtree(place, ignore_errors=True)  # of a run that was ended
-    rows, _ = megarl("sft", RECIPE, place, settings_of(case, folder, model))
+    rows, _ = megarl(RECIPE, place, settings_of(case, folder, model))
     old, new = weights_of(model), weights_of(newest_model(place))
     shutil.rmtree(place / "checkpoints")
     differ = sum(int((new[name].float() != old[name].float()).sum()) for name in new)

@@ -94,7 +94,7 @@ def run(case: dict[str, Any], folder: Path, steps: int) -> dict[str, Any]:
     if not list((tuned / "checkpoints").glob("step_*")):
         options = {"seed": case["seed"], "model.path": data / "model", "resume": "auto"}
         options["demonstrations.source"] = data / "sft.jsonl"
-        megarl("sft", RECIPES / "quickstart_sft.yaml", tuned, options)
+        megarl(RECIPES / "quickstart_sft.yaml", tuned, options)
     place = folder / "{bound}-{correction}-seed{seed}".format(**case)
     shutil.rmtree(place, ignore_errors=True)  # of a run that was ended
     options = {
@@ -105,7 +105,7 @@ def run(case: dict[str, Any], folder: Path, steps: int) -> dict[str, Any]:
         "evaluation.prompts.source": data / "held_out.jsonl",
         **settings_of(case),
     }
-    rows, _ = megarl("train", RECIPES / "quickstart.yaml", place, options)
+    rows, _ = megarl(RECIPES / "quickstart.yaml", place, options)
     evaluated = lines_of(place / "evaluations.jsonl")
     return {
         "step_s": [row["time/step_s"] for row in rows],

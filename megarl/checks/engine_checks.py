@@ -82,7 +82,7 @@ def check_placement(
     require(
         not started or colocated or not shares_gpus or bool(os.environ.get("RAY_ADDRESS")),
         "on GPUs the engines need GPUs that the trainer ranks do not see; start the run with"
-        " megarl launch RECIPE.yaml, or start Ray with only the engines' GPUs visible and set"
+        " megarl run RECIPE.yaml, or start Ray with only the engines' GPUs visible and set"
         " RAY_ADDRESS",
     )
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 def check_train(config: RunConfig, ranks: int | None = None) -> RunInputs:
-    """Run all checks of `megarl train` on this machine, before anything is started. `ranks`: None
+    """Run all checks of `task: rl` on this machine, before anything is started. `ranks`: None
     for the ranks of this run, which the launcher tells; or a number of ranks on one host, to check
     a recipe alone. Returns a `RunInputs` with what the checks have loaded: layout, tokenizer, model
     configuration and, on rank 0, the prompts and the checkpoint to resume from. Raises
@@ -80,7 +80,7 @@ def warn(message: str) -> None:
 def check_run(
     config: RunConfig, *, num_ranks: int, new: bool = True, started: bool = True
 ) -> RunInputs:
-    """Run all checks of `megarl train` for `num_ranks` ranks. Returns a `RunInputs` with what they
+    """Run all checks of `task: rl` for `num_ranks` ranks. Returns a `RunInputs` with what they
     have loaded: layout, tokenizer, config.json and, on rank 0, prompts and checkpoint to resume
     from. Raises `ValueError`, with what to set, if one fails. With `new` False (evaluation), engine
     placement, checkpoints and whether the folder holds another run are not checked. With `started`

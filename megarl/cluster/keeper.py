@@ -1,6 +1,6 @@
 """The process that keeps Ray for the runs of one `megarl.KeptEngines`, until it is told to end:
 
-    python -m megarl.cluster.keeper COMMAND RECIPE.yaml
+    python -m megarl.cluster.keeper run RECIPE.yaml
 
 Once Ray runs it prints, as one JSON object, the environment variables by which runs find Ray and
 the engines that stay there (`process_env.KEPT_ENGINES`). The runs start these engines, and Ray's
@@ -31,9 +31,8 @@ def main() -> None:
     """
     signals.handle()
     signals.guard(END_WITHIN_S)
-    command, recipe = sys.argv[1:]
-    kind = next(kind for kind, name in configs.COMMANDS.items() if name == command)
-    config = configs.read(kind, recipe)
+    recipe = sys.argv[-1]
+    config = configs.read(configs.task_class(configs.written_tree(recipe), recipe), recipe)
     assert isinstance(config, RunConfig)
     prepare_environment(1)
     from megarl.cluster.ray_cluster import Cluster, object_store_bytes

@@ -68,7 +68,7 @@ def engine_bundle(
     """(resources {name: amount} that Ray reserves for one disaggregated engine of `tensor` ranks,
     keyword arguments by which the engine's Ray actor asks for them). `gpus`: each rank gets a GPU.
     `limited` (only without GPUs): also reserve one unit of a custom Ray resource for each rank, by
-    which `megarl launch` sets how many engine ranks a node takes.
+    which `megarl run` sets how many engine ranks a node takes.
     """
     if gpus:
         return {"GPU": float(tensor)}, {"num_gpus": tensor, "num_cpus": 0}

@@ -43,7 +43,7 @@ KEPT_ENGINES = "MEGARL_ENGINES"
 Ray namespace in which the engines have names."""
 
 ENGINE_RANKS = "megarl_engine_ranks"
-"""Name of the Ray resource by which `megarl launch` spreads engines without GPUs over nodes: how
+"""Name of the Ray resource by which `megarl run` spreads engines without GPUs over nodes: how
 many engine ranks a node may have. A Ray without it has no such limit."""
 
 

@@ -1,18 +1,16 @@
 """The pages of `--help`: all commands, one command, settings of its recipe.
 
     megarl --help                                   the commands
-    megarl train --help                             the command: options, sections of the recipe
-    megarl train recipe.yaml --help rollout         a section, with the recipe's values
-    megarl run recipe.yaml --help rollout           the same for any command that trains
-    megarl train --help learning_rate               the settings whose name holds a word
-    megarl train --help all                         every setting
+    megarl run --help                               the command: options, sections of the recipe
+    megarl run recipe.yaml --help rollout           a section, with the recipe's values
+    megarl run --help learning_rate                 the settings whose name holds a word
+    megarl run --help all                           every setting, of `task: rl`
 
 Imports nothing heavy, and needs no recipe.
 """
 
 from __future__ import annotations
 
-import difflib
 import os
 import shutil
 import textwrap
@@ -21,13 +19,11 @@ from typing import Any
 
 from megarl import config as configs
 from megarl.command_line.settings import Setting, as_yaml, settings
-from megarl.command_line.table import COMMANDS, Command
+from megarl.command_line.table import COMMANDS, OTHERS, TASKS, Command
+from megarl.command_line.words import asks, closest
 from megarl.errors import UserError
 from megarl.files import RECIPES
-from megarl.lookup import load
 from megarl.presets import filled_in
-
-ASKS = ("-h", "--help")
 
 
 def width() -> int:
@@ -35,14 +31,6 @@ def width() -> int:
     is no terminal.
     """
     return min(100, max(40, shutil.get_terminal_size().columns))
-
-
-OTHERS = {
-    "--help": "after a command: its options and settings",
-    "--version": "of megarl, and of what it stands on",
-    "completion": "of words by the Tab key: megarl completion bash, or zsh",
-}
-"""{first word of a command line that is not in the table of commands: meaning}"""
 
 
 def usage() -> str:
@@ -59,87 +47,42 @@ def page(name: str, words: Sequence[str]) -> str:
     name of one of megarl as the first word, gives the values. Raises `UserError` for a recipe that
     cannot be read, and for a topic that is no setting.
     """
-    at = next(number for number, word in enumerate(words) if asks(word))
-    inner = next((number for number in range(at) if words[number] in COMMANDS), None)
-    if name == "torchrun" and inner is not None:
-        return page(words[inner], words[inner + 1 :])
-    command = COMMANDS[name]
+    command, at = COMMANDS[name], next(n for n, word in enumerate(words) if asks(word))
     topics = [word for word in words[at + 1 :] if not word.startswith("-")]
     topics = [*filter(None, [words[at].partition("=")[2]]), *topics]
     recipes = [word for word in (*words[:1], *topics) if word.endswith((".yaml", ".yml"))]
     recipes += [word for word in words[: min(at, 1)] if os.path.isfile(RECIPES / f"{word}.yaml")]
     topics = [word for word in topics if word not in recipes]
-    if command.becomes and topics:
-        return page(started_by(name, recipes[0] if recipes else ""), words)
-    if not command.config:
+    kinds = command.kinds()
+    if not kinds:
         return "\n".join(_about(name, command))
     try:
         written = filled_in(configs.written_tree(recipes[0])) if recipes else {}
     except ValueError as error:
         raise UserError(str(error)) from error
-    known = list(settings(getattr(configs, command.config)))
+    known = list(settings(kinds.get(str(written.get("task")), next(iter(kinds.values())))))
     if not topics:
         return "\n".join([*_about(name, command), "", *_overview(name, known)])
-    return "\n\n".join(_shown(one, written) for one in _chosen(topics[0], known))
-
-
-def started_by(name: str, recipe: str) -> str:
-    """The command that command `name`, which is "run", starts for the recipe at path `recipe`:
-    "train" where no recipe is named. Raises `UserError` for a file that is no recipe.
-    """
-    try:
-        return load(COMMANDS[name].becomes)([recipe, "--print-config"])[0] if recipe else "train"
-    except ValueError as error:
-        raise UserError(str(error)) from error
-
-
-def asks(word: str) -> bool:
-    """Whether a word of the command line asks for help: `--help`, `-h` or `--help=TOPIC`."""
-    return word.partition("=")[0] in ASKS
-
-
-def refuse_unknown(name: str, words: Sequence[str]) -> None:
-    """Raise `UserError` for an option among `words` that command `name` does not have. Commands
-    with a recipe, `run`, `launch` and `torchrun` have further options, which are checked later:
-    there only misspelled options of the command's own are refused.
-    """
-    command = COMMANDS[name]
-    options = [*command.option_names, *ASKS]
-    ends = ["--", *(COMMANDS if name == "torchrun" else ())]
-    others = [at for at, word in enumerate(words) if word in ends]
-    for word in words[: others[0]] if others else words:
-        option = word.partition("=")[0]
-        if not option.startswith("-") or option.replace("_", "-") in options:
-            continue
-        close = closest(option, options)
-        kinds = [one.config for one in COMMANDS.values() if one.owns_folder and command.becomes]
-        for kind in filter(None, [command.config, *kinds] if close else ()):
-            own = {f"--{one.key}" for one in settings(getattr(configs, kind))}
-            close = "" if option.replace("-", "_").replace("__", "--", 1) in own else close
-        if close or not (command.config or name in ("launch", "run", "torchrun")):
-            known = f"; known are {', '.join(options[:-2])} and --help"
-            raise UserError(f"megarl {name}: unknown option {option!r}{close or known}")
-
-
-def closest(word: str, known: Sequence[str]) -> str:
-    """The text "; did you mean X?" with the most similar of the words `known`; "" if none is
-    similar to `word`.
-    """
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.7)
-    return f"; did you mean {close[0]}?" if close else ""
+    return "\n\n".join(_shown(setting, written) for setting in _chosen(topics[0], known))
 
 
 def _about(name: str, command: Command) -> Iterator[str]:
     """The lines about a command."""
-    words = ["[OPTIONS]", command.first] if name == "torchrun" else [command.first, "[OPTIONS]"]
-    yield f"usage: {' '.join(['megarl', name, *filter(None, words)])}"
+    yield f"usage: {' '.join(filter(None, ['megarl', name, command.first, '[OPTIONS]']))}"
     yield ""
     yield from textwrap.wrap(f"{command.summary[0].upper()}{command.summary[1:]}.", width())
     yield from textwrap.wrap(command.about, width())
     yield ""
-    topics = {"--help SECTION|WORD|all": "settings, with the recipe's values where one is named"}
-    own_help = topics if command.config or command.becomes else {"--help": "this page"}
-    yield from _columns(command.all_options | own_help)
+    if command.run == "":
+        yield from textwrap.wrap("The recipe's key `task` says which training it is:", width())
+        yield ""
+        yield from _columns({task: what.summary for task, what in TASKS.items()})
+        yield ""
+    settings, own_help = {}, {"--help": "this page"}
+    if command.kinds():
+        settings = {"--section.key VALUE": "a setting of the recipe; several values make a list"}
+        own_help = {"--help SECTION|WORD|all": "settings, with a named recipe's values"}
+    yield from _columns(settings | command.all_options | own_help)
     yield ""
     yield f"example: megarl {name} {command.example}"
     yield f"more:    {command.docs}"
@@ -149,11 +92,11 @@ def _overview(name: str, known: Sequence[Setting]) -> Iterator[str]:
     """The lines about the recipe as a whole."""
     yield from ("settings of the recipe:", "")
     rows: dict[str, str] = {}
-    for one in known:
-        if "." not in one.key:
-            inside = sum(other.key.startswith(f"{one.key}.") for other in known)
-            rows[one.key] = f"{one.meaning.partition('. ')[0].rstrip('.')}."
-            rows[one.key] += f" ({inside} settings)" if one.is_section else ""
+    for setting in known:
+        if "." not in setting.key:
+            inside = sum(other.key.startswith(f"{setting.key}.") for other in known)
+            rows[setting.key] = f"{setting.meaning.partition('. ')[0].rstrip('.')}."
+            rows[setting.key] += f" ({inside} settings)" if setting.is_section else ""
     yield from _columns(rows)
     yield ""
     yield from textwrap.wrap(
@@ -164,38 +107,44 @@ def _overview(name: str, known: Sequence[Setting]) -> Iterator[str]:
 
 
 def _chosen(topic: str, known: Sequence[Setting]) -> list[Setting]:
-    """The settings of a topic: those of a section of this name, or those whose name holds it."""
+    """The settings of a topic: those of a section of this name, or those whose name holds it, or
+    else those whose meaning does.
+    """
     topic = topic.removeprefix("--").rstrip(".").replace("-", "_").lower()
-    keys = [one for one in known if not one.is_section]
     if topic == "all":
         return list(known)
     words = topic.split(".")  # NAME stands for a name of the user's
-    found = [
-        one
-        for one in known
-        if len(parts := one.key.split(".")) >= len(words)
-        and all(part in (word, "NAME") for word, part in zip(words, parts, strict=False))
-    ]
-    found = found or [one for one in keys if topic in one.key.lower()]
-    found = found or [one for one in keys if topic in one.meaning.lower()]
-    parts = {part for one in known for part in (one.key, one.key.rpartition(".")[2])}
-    if not found:
-        raise UserError(f"no setting is about {topic!r}{closest(topic, sorted(parts))}")
-    return found
+
+    def is_inside(key: str) -> bool:
+        parts = key.split(".")[: len(words)]
+        return len(parts) == len(words) and all(
+            part in (word, "NAME") for word, part in zip(words, parts, strict=True)
+        )
+
+    keys = [setting for setting in known if not setting.is_section]
+    chosen = (
+        [setting for setting in known if is_inside(setting.key)]
+        or [setting for setting in keys if topic in setting.key.lower()]
+        or [setting for setting in keys if topic in setting.meaning.lower()]
+    )
+    if not chosen:
+        names = {name for key in keys for name in (key.key, key.key.rpartition(".")[2])}
+        raise UserError(f"no setting is about {topic!r}{closest(topic, sorted(names))}")
+    return chosen
 
 
-def _shown(one: Setting, written: Any) -> str:
+def _shown(setting: Setting, written: Any) -> str:
     """A setting with its value, its meaning and its possible values."""
-    if one.is_section:
-        return _paragraph(f"[{one.key}] {one.meaning}", "")
-    value, default = written, as_yaml(one.default)
-    for part in one.key.split("."):
-        value = value.get(part, value) if isinstance(value, dict) and part in value else None
-    said = default if value is None else as_yaml(value)
-    note = f"; default {default}" if said != default else ""
-    parts = [_paragraph(f"{one.key}: {said}", "")]
-    parts += [_paragraph(text, "    ") for text in (one.meaning, f"({one.values}{note})")]
-    return "\n".join(filter(None, parts))
+    if setting.is_section:
+        return _paragraph(f"[{setting.key}] {setting.meaning}", "")
+    value, default = written, as_yaml(setting.default)
+    for name in setting.key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    text = default if value is None else as_yaml(value)
+    note = f"; default {default}" if text != default else ""
+    lines = [_paragraph(f"{setting.key}: {text}", "")]
+    lines += [_paragraph(text, "    ") for text in (setting.meaning, f"({setting.values}{note})")]
+    return "\n".join(filter(None, lines))
 
 
 def _paragraph(text: str, indent: str) -> str:
@@ -220,3 +169,42 @@ def _columns(rows: dict[str, str]) -> Iterator[str]:
         else:
             yield f"{head:{left}}{lines.pop(0)}"
         yield from (f"{'':{left}}{line}" for line in lines)
+
+
+SCRIPT = """
+_megarl() {
+  local word=${COMP_WORDS[COMP_CWORD]} words=
+  if [[ $COMP_CWORD == 1 ]]; then
+    words='COMMANDS'
+  elif [[ $word == -* ]]; then
+    case ${COMP_WORDS[1]} in
+CASES
+    esac
+  fi
+  COMPREPLY=($(compgen -W "$words" -- "$word"))
+}
+complete -o default -F _megarl megarl
+"""
+BEFORE = {"bash": "", "zsh": "autoload -U +X bashcompinit && bashcompinit"}
+"""{shell: what comes before the script, by which zsh understands bash's}"""
+
+
+def completion(words: Sequence[str]) -> str:
+    """The script that `megarl completion SHELL` prints, by which the Tab key completes commands,
+    options and names of settings:
+
+        eval "$(megarl completion bash)"        in ~/.bashrc
+        eval "$(megarl completion zsh)"         in ~/.zshrc, below compinit
+
+    Raises `UserError` for other words than the
+    name of a shell.
+    """
+    if len(words) != 1 or words[0] not in BEFORE:
+        raise UserError(f"megarl completion needs a shell: megarl completion {'|'.join(BEFORE)}")
+    cases = []
+    for name, command in COMMANDS.items():
+        keys = {one.key for kind in command.kinds().values() for one in settings(kind)}
+        known = [*command.option_names, "--help", *(f"--{key}" for key in sorted(keys))]
+        cases.append(f"      {name}) words='{' '.join(known)}' ;;")
+    script = SCRIPT.replace("COMMANDS", " ".join([*COMMANDS, *OTHERS]))
+    return f"{BEFORE[words[0]]}{script.replace('CASES', chr(10).join(cases))}".strip()

@@ -1,4 +1,4 @@
-"""The settings of a recipe as a list, for the pages of `--help` and for completion."""
+"""The settings of a recipe as a list, for the pages of `--help` and the site."""
 
 from __future__ import annotations
 

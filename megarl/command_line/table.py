@@ -2,16 +2,57 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 from megarl import signals
+
+if TYPE_CHECKING:
+    from megarl.config import AnyConfig, ServeRewardConfig
+
+
+class TrainingTask(NamedTuple):
+    """What `megarl run` does for a value of the setting `task`: the function that checks the
+    recipe, and the one that runs it on this rank; see `Command`.
+    """
+
+    summary: str
+    check: str
+    run: str
+
+
+TASKS = {
+    "rl": TrainingTask(
+        "reinforcement learning", "megarl.checks.preflight:check_train", "megarl.loops.rl:main"
+    ),
+    "sft": TrainingTask(
+        "supervised fine-tuning",
+        "megarl.apps.tune.supervised_checks:check_sft",
+        "megarl.apps.tune.sft:main",
+    ),
+    "preference": TrainingTask(
+        "learning from pairs of responses: DPO and its relatives",
+        "megarl.apps.tune.supervised_checks:check_preference",
+        "megarl.apps.tune.preference:main",
+    ),
+    "reward_model": TrainingTask(
+        "a reward model, from pairs of responses",
+        "megarl.apps.tune.supervised_checks:check_reward_model",
+        "megarl.apps.tune.reward_model:main",
+    ),
+    "distill": TrainingTask(
+        "on-policy distillation: a teacher's distributions",
+        "megarl.checks.preflight:check_train",
+        "megarl.loops.distill:main",
+    ),
+}
+"""{`task` of a recipe: what runs it}"""
 
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand of `megarl`, such as `train`, as the table `COMMANDS` lists them: the functions
-    that check its recipe and run it, its options and the texts of its help.
+    """A subcommand of `megarl`: the functions that check its recipe and run it, its options and the
+    texts of its help.
 
     The functions are named, not imported, so that a mistake in a recipe is reported before
     DeepSpeed and Ray are imported.
@@ -21,12 +62,11 @@ class Command:
     """What the command does, for the help text."""
     run: str = ""
     """"module:function" of (config, inputs) -> exit code, where inputs is what `check` returned; of
-    (arguments) -> exit code for a command without recipe; empty where `becomes` is set."""
-    becomes: str = ""
-    """For a command that starts another one: "module:function" of (words after the command) ->
-    words after `megarl` that are run in their place."""
+    (arguments) -> exit code for a command without recipe; empty where `TASKS` names it."""
+    tasks: tuple[str, ...] = ()
+    """The values of the setting `task` in recipes that the command takes."""
     config: str = ""
-    """Class in `megarl.config` for the recipe; empty for a command without recipe."""
+    """Class in `megarl.config` for recipes without `task`."""
     check: str = ""
     """"module:function" of (config, ranks or None) -> inputs; raises `ValueError` for what the user
     can correct."""
@@ -36,8 +76,13 @@ class Command:
     owns_folder: bool = False
     """Whether the command writes to its run folder, which then belongs to it alone."""
     arguments: str = ""
-    """For a command that is given something else than a recipe first: "module:function" of (command
-    line) -> (class in `megarl.config`, command line with a recipe first)."""
+    """For a command that is given a run folder first: "module:function" of (options), which changes
+    them to those of a command with a recipe."""
+    starts: str = ""
+    """For a command that may run in other processes: "module:function" of (command's name, options,
+    configuration class) -> function that starts them, or None."""
+    reads_files: bool = True
+    """Whether the files that the recipe names are needed."""
     first: str = "RECIPE.yaml"
     """What the command is given first; empty for nothing."""
     flags: dict[str, str] = field(default_factory=dict)
@@ -56,33 +101,29 @@ class Command:
         """{option as --help writes it, such as "--num N": meaning} of the command's own options,
         and for a command with a recipe of the options that all such commands have.
         """
-        return self.options | (RECIPE_OPTIONS if self.config else {})
+        return self.options | (RECIPE_OPTIONS if self.tasks or self.config else {})
 
     @property
     def option_names(self) -> list[str]:
-        """Names of the options in `all_options`, such as "--dry-run", without the names of their
-        values. Settings of the recipe, such as --training.zero_stage, are not included.
+        """Names of the options in `all_options`, such as "--dry-run"."""
+        return [option.partition(" ")[0] for option in self.all_options]
+
+    def kinds(self) -> dict[str, type[AnyConfig | ServeRewardConfig]]:
+        """{task: configuration class} of the recipes that the command takes; the task is "" for
+        recipes without one. Empty for a command without recipe.
         """
-        return re.findall(r"--[a-z-]+(?= |$)", " ".join(self.all_options))
+        from megarl import config as configs  # here: signals are heard by now
+
+        if self.config:
+            return {"": getattr(configs, self.config)}
+        return {task: configs.TASKS[task] for task in self.tasks}
 
 
 RECIPE_OPTIONS = {
-    "--section.key VALUE": "a setting of the recipe; several values make a list",
     "--check": "check everything that can be known to be wrong, and start nothing",
-    "--ranks N": "with --check: for a run of N ranks, without starting them",
     "--print-config": "print every setting, defaults and presets included, as YAML",
 }
-
-
-LAUNCH_OPTIONS = {
-    "--gpus-train N": (
-        "GPUs of the trainer ranks, the first ones, one for each rank of every role (default:"
-        " ranks of training.layout and of roles on ranks of their own)"
-    ),
-    "--gpus-engine N": (
-        "GPUs of the engines, the next ones (default: the recipe's rollout.num_engines x"
-        " rollout.engine.tensor); colocated engines use those of the policy"
-    ),
+PLACEMENT_OPTIONS = {
     "--port N": "port of this run's Ray (default: a free one)",
     "--cpu": "the same processes without GPUs, to rehearse with a small recipe",
     "--requeue": (
@@ -97,15 +138,21 @@ LAUNCH_OPTIONS = {
     "--gpus-per-node G": (
         "with --dry-run: GPUs of each node (default with one node: as many as needed)"
     ),
-    "-- OVERRIDES": "settings of the recipe: -- --steps 10 --rollout.max_staleness 1",
 }
-
-RUN_OPTIONS = RECIPE_OPTIONS | {
-    "--ranks N": (
-        "trainer ranks, with --check without starting them (default: as many as the recipe's"
-        " layout and roles need)"
-    )
+"""Options of `megarl run` with which it places its processes on GPUs and nodes."""
+STARTS = "megarl.apps.launch.run_words:other_processes"
+RANKS = {"--ranks N": "trainer ranks (default: as many as the recipe's layout and roles need)"}
+REPLACED_OPTIONS = {
+    "--gpus-train": "set --ranks",
+    "--gpus-engine": "rollout.num_engines x rollout.engine.tensor are the engines' GPUs",
 }
+"""{option of earlier versions: what takes its place}"""
+OTHERS = {
+    "--help": "after a command: its options and settings",
+    "--version": "of megarl, and of what it stands on",
+    "completion": "of words by the Tab key: megarl completion bash, or zsh",
+}
+"""{first word of a command line that is not in the table of commands: meaning}"""
 
 COMMANDS = {
     "init": Command(
@@ -118,70 +165,31 @@ COMMANDS = {
     ),
     "run": Command(
         summary="start the run of a recipe: training of any kind, on any machine",
-        becomes="megarl.apps.launch.run_words:words_to_start",
-        options=RUN_OPTIONS | {k: v for k, v in LAUNCH_OPTIONS.items() if k != "-- OVERRIDES"},
+        tasks=tuple(TASKS),
+        owns_folder=True,
+        starts=STARTS,
+        options=RANKS | PLACEMENT_OPTIONS,
         about=(
-            "RECIPE.yaml may be the name of one of megarl's recipes, such as quickstart. Finds by"
-            " the recipe's sections which of train, distill, sft, preference and reward-model it is"
-            " for. With GPUs, in a job of Slurm, and with an option that megarl"
-            " launch has too, the run is started by megarl launch; elsewhere in this process, or"
-            " with several ranks by megarl torchrun."
+            "RECIPE.yaml may be the name of one of megarl's recipes, such as quickstart. With GPUs,"
+            " in a job of Slurm, and with --cpu or --dry-run, starts Ray, if there are engines, and"
+            " the trainer ranks, and ends them; elsewhere the ranks alone. GPUs are those of"
+            " CUDA_VISIBLE_DEVICES, none if it is set to nothing, and all of the node without it."
+            " In a rank, as torchrun starts it, the run is this process. The exit code is 0 when"
+            " done, 2 if the recipe or this command is at fault, 130 or 143 when ended by a signal,"
+            " and otherwise that of the rank that failed first."
         ),
         example="recipe.yaml --ranks 2 --steps 50",
     ),
-    "train": Command(
-        summary="reinforcement learning",
-        config="RunConfig",
-        check="megarl.checks.preflight:check_train",
-        run="megarl.loops.rl:main",
-        owns_folder=True,
-        example="recipe.yaml --steps 50 --training.optimizer.learning_rate 1e-6",
-    ),
-    "distill": Command(
-        summary="on-policy distillation: learn a teacher's distributions",
-        config="DistillConfig",
-        check="megarl.checks.preflight:check_train",
-        run="megarl.loops.distill:main",
-        owns_folder=True,
-        example="distill.yaml --check",
-        docs="docs/distill.md",
-    ),
-    "sft": Command(
-        summary="supervised fine-tuning",
-        config="SftConfig",
-        check="megarl.apps.tune.supervised_checks:check_sft",
-        run="megarl.apps.tune.sft:main",
-        owns_folder=True,
-        example="sft.yaml --folder runs/second",
-    ),
-    "preference": Command(
-        summary="learn from pairs of responses: DPO and its relatives",
-        config="PreferenceConfig",
-        check="megarl.apps.tune.supervised_checks:check_preference",
-        run="megarl.apps.tune.preference:main",
-        owns_folder=True,
-        example="dpo.yaml --check",
-        docs="docs/preferences.md",
-    ),
-    "reward-model": Command(
-        summary="train a reward model on pairs of responses",
-        config="RewardModelConfig",
-        check="megarl.apps.tune.supervised_checks:check_reward_model",
-        run="megarl.apps.tune.reward_model:main",
-        owns_folder=True,
-        example="reward_model.yaml --check",
-        docs="docs/howto/reward_model.md",
-    ),
     "eval": Command(
         summary="score models on held-out problems, with pass@k of several samples",
-        config="RunConfig",
+        tasks=("rl",),
         check="megarl.checks.preflight:check_eval",
         run="megarl.loops.evaluate:main",
         example="recipe.yaml --model.path runs/mine/checkpoints/step_000100/model",
     ),
     "sample": Command(
         summary="best of n responses, or pairs of them, as a data set",
-        config="RunConfig",
+        tasks=("rl",),
         check="megarl.apps.tune.sampling_checks:check_sample",
         run="megarl.apps.tune.sample:main",
         example="recipe.yaml --sample.keep pairs",
@@ -189,46 +197,36 @@ COMMANDS = {
     ),
     "rollout": Command(
         summary="print a few rollouts of a recipe, turn by turn",
-        config="RunConfig",
+        tasks=("rl",),
         check="megarl.apps.runs.command_checks:check_rollout",
         run="megarl.apps.runs.show_rollouts:main",
-        flags={"--num": "--sample.shown"},
+        flags={"--num": "sample.shown"},
         options={"--num N": "how many rollouts"},
         example="recipe.yaml --num 4",
         docs="docs/environments.md",
     ),
     "replay": Command(
         summary="train again on the batches that a run has recorded, and compare",
-        config="RunConfig",
+        tasks=("rl", "distill"),
         arguments="megarl.apps.runs.command_checks:arguments",
         first="RUN",
         check="megarl.apps.runs.command_checks:check_replay",
         run="megarl.apps.runs.replay:main",
         owns_folder=True,
+        starts=STARTS,
+        reads_files=False,
+        options=RANKS,
         example="runs/mine --replay.steps 20",
     ),
     "serve-reward": Command(
         summary="verifiers, a reward model or a judge as an HTTP server",
         config="ServeRewardConfig",
+        reads_files=False,
         check="megarl.apps.serve.serve_reward:check_serve_reward",
         run="megarl.apps.serve.serve_reward:main",
         end_within_s=70.0,  # more than server.drain_s may be
         example="launch/recipes/serve_reward.yaml",
         docs="docs/howto/reward_server.md",
-    ),
-    "launch": Command(
-        summary="the ranks of a recipe's run, Ray and engines, here or on Slurm's nodes",
-        run="megarl.apps.launch.launch:main",
-        end_within_s=90.0,  # more than the launcher gives the ranks, and then Ray
-        options=LAUNCH_OPTIONS,
-        about=(
-            "Starts Ray, if there are engines, and the trainer ranks, and ends them. GPUs are those"
-            " of CUDA_VISIBLE_DEVICES, none if it is set to nothing, and all of the node without"
-            " it. The exit code is 0 when done, 2 if the recipe or this command is at fault, 130"
-            " or 143 when ended by a signal, and otherwise that of the rank that failed first."
-        ),
-        example="recipe.yaml --dry-run -- --steps 10",
-        docs="docs/slurm.md",
     ),
     "report": Command(
         summary="write a run folder's report.html again, or compare runs on one page",
@@ -275,24 +273,6 @@ COMMANDS = {
         },
         example="runs/mine --stacks",
         docs="docs/activity.md",
-    ),
-    "torchrun": Command(
-        summary="a training command on several ranks",
-        run="megarl.parallel.torchrun:command",
-        end_within_s=90.0,
-        first="COMMAND RECIPE.yaml",
-        options={
-            "--nproc-per-node N": "ranks on this node",
-            "--max-restarts N": "start failed ranks again, N times; needs resume: auto",
-            "--shutdown-timeout S": "seconds after a signal until ranks are killed (default: 30)",
-        },
-        about=(
-            "The options stand before COMMAND, which is train, distill, sft, preference,"
-            " reward-model or replay. All others are torchrun's own: python -m"
-            " torch.distributed.run --help."
-        ),
-        example="--nproc-per-node 2 train recipe.yaml --training.zero_stage 3",
-        docs="docs/layouts.md",
     ),
     "doctor": Command(
         summary="what this machine has, and whether it is enough",

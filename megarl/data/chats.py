@@ -160,7 +160,7 @@ def check_question(chat: Sequence[Turn], cells: Cells[Any]) -> None:
     cells.require(
         chat[-1]["role"] != "assistant",
         "the last turn of the prompt is of the assistant, so that the model would read the answer;"
-        " drop the last turn (megarl sft trains on whole conversations with"
+        " drop the last turn (task: sft trains on whole conversations with"
         " demonstrations.messages_column)",
     )
     for number, turn in enumerate(chat):

@@ -252,7 +252,7 @@ class PreferencesConfig(DataSetConfig):
     rejected_column: str = "rejected"
     """Column with the worse response, in the same form."""
     margin_column: Annotated[str, Excludes("response_column")] = ""
-    """Column with a number: by how much the chosen response is better. `megarl reward-model`
+    """Column with a number: by how much the chosen response is better. `task: reward_model`
     trains the difference of the two scores to exceed it. Empty: 0."""
     response_column: str = ""
     """Used instead of `chosen_column` and `rejected_column`, with KTO only: column with the one

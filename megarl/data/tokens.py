@@ -119,7 +119,7 @@ def scored_tokens(
     end: int,
 ) -> list[list[int]]:
     """Token ids of N prompts, each followed by its response, as a reward model reads them. Prompt
-    and response are tokenised apart, as in the training of `megarl reward-model`; the token id
+    and response are tokenised apart, as in the training of `task: reward_model`; the token id
     `end` follows each response once, also if the text has it already. `template`: "none" adds the
     tokenizer's initial special tokens to prompts.
     """

@@ -1,9 +1,9 @@
-"""`megarl distill`: on-policy distillation. The policy writes responses, and at each token of them
+"""`task: distill`: on-policy distillation. The policy writes responses, and at each token of them
 it learns the teacher's distribution of that token.
 
     prompts -> rollouts of the policy -> soft targets of a teacher -> divergence -> new weights
 
-The loop is that of `megarl train` (`megarl.loops.rl`): rollouts, publishing, evaluation,
+The loop is that of `task: rl` (`megarl.loops.rl`): rollouts, publishing, evaluation,
 checkpoints and signals are the same. Only a step's training differs, and is here: no rewards, no
 advantages, no ratios. A verifier is optional and reported only.
 
@@ -23,7 +23,7 @@ from megarl.types import StepBatch, StepReport
 
 
 def main(config: DistillConfig, inputs: RunInputs) -> int:
-    """The command `megarl distill` on this rank: train the policy on a teacher's distributions
+    """The command `task: distill` on this rank: train the policy on a teacher's distributions
     until `config.steps` steps are done. All ranks call it together. `config` is the checked recipe,
     `inputs` what the checks before a run have loaded: tokenizer, layout of the ranks and, on rank
     0, the prompts. Returns the exit code, 0; rank 0 prints a summary as one JSON object on stdout.
@@ -32,7 +32,7 @@ def main(config: DistillConfig, inputs: RunInputs) -> int:
 
 
 def distillation_step(parts: TrainingParts, batch: StepBatch) -> StepReport:
-    """One step of `megarl distill` on a rank of the policy: the teacher computes its next-token
+    """One step of `task: distill` on a rank of the policy: the teacher computes its next-token
     distributions for the tokens of `batch` (this rank's samples of the step), and the policy is
     trained to predict them. All ranks of the policy call it together, once a step. `parts`: this
     rank's models, with a teacher. Returns the step's number and metrics {name: number}, the same on
@@ -46,7 +46,7 @@ def distillation_step(parts: TrainingParts, batch: StepBatch) -> StepReport:
 
 
 def serve_teacher(parts: ServingParts, step: int) -> None:
-    """One step of `megarl distill` on a rank that has a part of the teacher and none of the policy:
+    """One step of `task: distill` on a rank that has a part of the teacher and none of the policy:
     compute the teacher's distributions for samples that the policy's ranks send, and send the
     distributions back. All such ranks call it together. `parts`: this rank's part of the teacher.
     `step` (from 0) is not used.
@@ -56,4 +56,4 @@ def serve_teacher(parts: ServingParts, step: int) -> None:
 
 
 METHOD = Method(distillation_step, serve_teacher)
-"""The two functions by which `megarl distill` differs from `megarl train`."""
+"""The two functions by which `task: distill` differs from `task: rl`."""

@@ -3,7 +3,7 @@ weights go to the engines. The same code on every rank of the policy.
 
 Synchronous training is `rollout.max_staleness: 0` of this loop, not a second loop: the rollout
 service decides which rollouts may start; the loop takes a batch, trains on it, sends the new
-weights to the engines, and tells the service that the step is done. `megarl distill` is this loop
+weights to the engines, and tells the service that the step is done. `task: distill` is this loop
 too, with another way to train (`megarl.loops.distill`). `megarl.loops.rl_setup` builds what the
 loop works with.
 """
@@ -42,7 +42,7 @@ and critics if there are any, on the batch. All ranks of the policy call it toge
 class Method:
     """What a command does with the rollouts of each step, as two functions that the RL loop calls:
     `train(parts, batch)` on ranks of the policy, which returns a `StepReport` (metrics), and
-    `serve(parts, step)` on ranks that have only other models. `megarl train` and `megarl distill`
+    `serve(parts, step)` on ranks that have only other models. `task: rl` and `task: distill`
     differ in these functions alone.
     """
 
@@ -57,7 +57,7 @@ class Method:
 
 
 def main(config: RunConfig, inputs: RunInputs) -> int:
-    """The command `megarl train` on this rank: train the policy by reinforcement learning until
+    """The command `task: rl` on this rank: train the policy by reinforcement learning until
     `config.steps` steps are done. All ranks call it together. `config` is the checked recipe,
     `inputs` what the checks before a run have loaded: tokenizer, layout of the ranks and, on rank
     0, the prompts. Returns the exit code, 0; rank 0 prints a summary as one JSON object on stdout.
@@ -271,7 +271,7 @@ def tell(parts: TrainingParts, order: Order, step: int) -> None:
 
 
 def policy_gradient_step(parts: TrainingParts, batch: StepBatch) -> StepReport:
-    """One step of `megarl train` on a rank of the policy: reward models, reference and critics
+    """One step of `task: rl` on a rank of the policy: reward models, reference and critics
     compute their values for each token of `batch` (this rank's samples of the step), rewards become
     advantages, then policy and critics are trained; only critics while these warm up. All ranks of
     the policy call it together. `parts`: this rank's models. Returns the step's number and metrics
@@ -304,7 +304,7 @@ def policy_gradient_step(parts: TrainingParts, batch: StepBatch) -> StepReport:
 
 
 def work_as_role(parts: ServingParts, step: int) -> None:
-    """One step of `megarl train` on a rank that has no part of the policy: its reward models,
+    """One step of `task: rl` on a rank that has no part of the policy: its reward models,
     reference and critics compute their values for the samples that the policy's ranks send, send
     them back, and the critics are trained. All such ranks call it together. `parts`: this rank's
     models. `step`: number of the step, from 0.
@@ -327,7 +327,7 @@ METHODS: dict[str, TrainStep] = {"policy_gradient": policy_gradient_step}
 
 
 def method_of(config: RunConfig) -> Method:
-    """The functions that `megarl train` calls in each step. On ranks of the policy it is the
+    """The functions that `task: rl` calls in each step. On ranks of the policy it is the
     training step that the recipe's `algorithm.method` names, a key of `METHODS` or the user's own
     FILE.py:NAME; on other ranks `work_as_role`, which computes for the policy's ranks. Raises
     `ValueError` if the file has no such function.

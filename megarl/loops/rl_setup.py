@@ -61,7 +61,7 @@ class TrainingParts:
     """Adds the scores of the reward models to the rewards of each batch; without reward models it
     changes nothing."""
     teacher: Teacher | None
-    """Computes the teacher's token distributions for `megarl distill`; None otherwise."""
+    """Computes the teacher's token distributions for `task: distill`; None otherwise."""
     serving: Orders | None
     """Rank 0's orders to the ranks that hold no part of the policy; None where there are no such
     ranks."""
@@ -274,7 +274,7 @@ def make_publisher(
 
 def make_learner(config: RunConfig, policy: Role) -> PolicyGradient | Distillation:
     """The object that trains the policy on the rollouts of a step: `Distillation` for a recipe of
-    `megarl distill`, else `PolicyGradient`. Every rank of the policy calls it. `policy`: this
+    `task: distill`, else `PolicyGradient`. Every rank of the policy calls it. `policy`: this
     rank's part of the model with its optimizer.
     """
     rollout = config.rollout
@@ -288,7 +288,7 @@ def make_learner(config: RunConfig, policy: Role) -> PolicyGradient | Distillati
 def make_teacher(
     context: RunContext, config: RunConfig, everyone: Axis, policy: Role | None
 ) -> Teacher | None:
-    """Create the frozen teacher model of a `megarl distill` run, whose `read` computes its
+    """Create the frozen teacher model of a `task: distill` run, whose `read` computes its
     distributions for a step's samples; returns None for other runs. All ranks of the job call it
     together; `everyone` is their process group. `policy`: this rank's part of the policy, None on a
     rank that has none.

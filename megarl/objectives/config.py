@@ -247,7 +247,7 @@ USUAL_BETA = {"simpo": 2.0}
 
 
 class PreferenceLossConfig(Config):
-    """The loss of `megarl preference`, which trains a model on preferred and rejected responses by
+    """The loss of `task: preference`, which trains a model on preferred and rejected responses by
     DPO or a relative of it. The formulae are in megarl/apps/tune/pairwise.py.
     """
 
@@ -304,7 +304,7 @@ class PreferenceLossConfig(Config):
 
 
 class RewardLossConfig(Config):
-    """The loss of `megarl reward-model`, which trains a model to score the chosen response of a
+    """The loss of `task: reward_model`, which trains a model to score the chosen response of a
     pair above the rejected one: Bradley-Terry, -log sigmoid(chosen score - rejected score - margin
     of the pair), and a term that centres the scores.
     """
@@ -319,7 +319,7 @@ DivergenceName = Literal["forward_kl", "reverse_kl", "jensen_shannon"]
 
 
 class DistillationConfig(Config):
-    """Settings of the loss of `megarl distill`, which trains the policy to give each next token the
+    """Settings of the loss of `task: distill`, which trains the policy to give each next token the
     probability that its teacher, another model, gives it. The formulas are in
     kernels/divergence.py.
     """

@@ -28,10 +28,10 @@ STEP_METRICS = (
     *("publish/wait_s", "publish/digest_s", "publish/install_s"),
     *("time/rollout_s", "time/wait_s", "time/train_s", "time/publish_s", "time/step_s"),
 )
-"""Names of the metrics of a step of `megarl train`; a verifier's own, `environment/<name>`, come
+"""Names of the metrics of a step of `task: rl`; a verifier's own, `environment/<name>`, come
 beside them."""
 DISTILLATION_METRICS = ("divergence", "teacher_logprob")
-"""Names of the metrics of a step that only `megarl distill` has."""
+"""Names of the metrics of a step that only `task: distill` has."""
 EVALUATION_METRICS = (
     *("accuracy", "reward/mean", "reward/responses", "length/mean", "length/truncated_share"),
     *("verifier/failures", "verifier/abstained", "problems"),

@@ -102,7 +102,8 @@ class RunProcess:
                 stderr=subprocess.PIPE,
                 encoding="utf-8",
                 errors="replace",
-                env=os.environ | environment,
+                # In a rank `megarl run` starts no others.
+                env=os.environ | environment | ({"RANK": "0"} if ranks == 1 else {}),
                 # A notebook or terminal interrupts its whole group; the caller passes that on once.
                 start_new_session=True,
             )

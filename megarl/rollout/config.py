@@ -141,7 +141,7 @@ class RolloutConfig(Config):
     function of your own (docs/reference_extending.md). Empty: `differing` with an
     `algorithm.advantage` of the house that compares the samples of a group, otherwise (`remax`,
     `reinforce_plus_plus`, `reinforce_plus_plus_tokens`, `gae`, an advantage of your own,
-    `megarl distill`) `all`."""
+    `task: distill`) `all`."""
     request_timeout_s: Annotated[float, Range(0.1, LONGEST_WAIT_S)] = 600.0
     """The run ends with an error if an engine needs longer for a generation request, in seconds.
     Time in which the engine is paused, for new weights or a colocated trainer, does not count. It

@@ -9,6 +9,7 @@ from megarl.recipe_paths import OutputText, PathText
 from megarl.schema import Config, Excludes, Needs, Of, Range, require, section
 
 SharePrefix = Literal["auto", "on", "off"]
+Task = Literal["rl", "sft", "preference", "reward_model", "distill"]
 Precision = Literal["auto", "float32", "bfloat16", "float16", "bfloat16x2"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
 
@@ -36,6 +37,8 @@ WITH_PATH = Of("model.path", why="but no path, so that they would do nothing")
 class AnyRunConfig(Config):
     """Settings that every run that trains has: run folder, length, seed, and whether it resumes."""
 
+    task: Task = "rl"
+    """What the run does. Every recipe says it: a recipe of one task is none of another."""
     folder: Annotated[OutputText, Needs("set it to where the run may write: runs/my-run")] = ""
     """Run folder for the resolved recipe, metrics, transcripts, checkpoints and report."""
     steps: Annotated[int, Range(1, MOST_STEPS)] = 100
@@ -195,7 +198,7 @@ class CriticConfig(RoleConfig):
     reward; null for none."""
 
 
-CLASSIFIER = "set it to a sequence classifier, such as megarl reward-model trains"
+CLASSIFIER = "set it to a sequence classifier, such as task: reward_model trains"
 
 
 class RewardModelRoleConfig(RoleConfig):
@@ -209,7 +212,7 @@ class RewardModelRoleConfig(RoleConfig):
 
 
 class TeacherConfig(RoleConfig):
-    """The teacher of `megarl distill`: a frozen model whose next-token distributions the policy is
+    """The teacher of `task: distill`: a frozen model whose next-token distributions the policy is
     trained to match. It may be of any size and family, but must have the policy's tokenizer.
     """
 
@@ -239,7 +242,7 @@ class CheckpointConfig(Config):
     save_within_s: Annotated[float, Range(1.0, LONGEST_WAIT_S)] = 6.0
     """Seconds after SIGTERM or Ctrl-C until the step that the run is in and its checkpoint must be
     finished; later there is no checkpoint of this moment. What starts the ranks must wait for
-    longer: `megarl launch` does, torchrun needs --shutdown-timeout."""
+    longer: `megarl run` does, torchrun needs --shutdown-timeout."""
     owner_timeout_s: Annotated[float, Range(15.0, LONGEST_WAIT_S)] = 60.0
     """Seconds after which a run takes over the run folder of a run on another host that gives no
     sign of life; a run gives one every 5 seconds. On one host the process itself is looked for."""
@@ -333,7 +336,7 @@ class TrainingConfig(Config):
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     num_threads: Annotated[int, Range(0, 1024)] = 0
     """CPU threads of each trainer rank. 0: OMP_NUM_THREADS of the environment, which `torchrun`
-    sets to 1 and `megarl torchrun` does not; where that is not set, the machine's cores, divided
+    sets to 1 and `megarl run` does not; where that is not set, the machine's cores, divided
     among its ranks; with `rollout.max_staleness` above 0, half of the cores."""
     collective_timeout_s: Annotated[float, Range(1.0, LONGEST_WAIT_S)] = 720.0
     """The run ends with an error if a collective takes longer, in seconds. The limit also holds for

@@ -125,7 +125,7 @@ def open_weights(
         require(
             classifies or not needs_score,
             f"model.path {config.path!r} has no {SCORE}: it is no sequence classifier with one"
-            " label; set it to one, such as megarl reward-model trains",
+            " label; set it to one, such as task: reward_model trains",
         )
         require(
             head in SCORING or not classifies,

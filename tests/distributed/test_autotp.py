@@ -58,7 +58,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> str:
     )
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_the_matrix(tmp_path: Path, wide: str, size: int) -> None:
     cases = matrix(size, wide)
     others = variants(tmp_path, wide) if size == 4 else []
@@ -99,7 +99,7 @@ def round_trip(path: str, folder: str, stage: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.nightly), 3])
 def test_whole_weights_and_checkpoints(tmp_path: Path, wide: str, stage: int) -> None:
     model = AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32)
     whole = {name: parameter.double() for name, parameter in model.named_parameters()}

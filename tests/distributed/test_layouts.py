@@ -7,6 +7,7 @@ One launch a number of ranks: a start costs more than a case.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,34 +38,35 @@ def alone(model: str) -> Any:
     return run_ranks(1, training_cases.__file__, "run_cases", cases)[0]
 
 
-def trees(model: str, size: int) -> list[Case]:
-    """Stages 0 and 3 of every layout, with every Ulysses degree; prompts of a group are computed
-    once or repeated.
+def trees(model: str, size: int, stages: tuple[int, ...]) -> list[Case]:
+    """Some stages of every layout, with every Ulysses degree; prompts of a group are computed once
+    or, under stage 0, repeated.
     """
     return [
         {"layout": layout, "stage": stage, "model": model, "sequence": {"ulysses": ulysses}}
         | TREES
         | (SHARED if stage else REPEATED)
         for layout in layouts(size)
-        for stage in (0, 3)
+        for stage in stages
         for ulysses in {1, 2, layout[1]}
         if layout[1] % ulysses == 0
     ]
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_matrix(model: str, alone: Any, size: int) -> None:
+@pytest.mark.parametrize(("size", "is_whole"), [
+    (1, True), (4, False), *(pytest.param(n, True, marks=pytest.mark.nightly) for n in (2, 4)),
+])  # fmt: skip
+def test_the_matrix(model: str, alone: Any, size: int, is_whole: bool) -> None:
+    """Not whole: two stages of each layout, which differ from one to the next; trees under ZeRO 3."""
     cases = [
         {"layout": layout, "stage": stage, "model": model, **SHARED}
-        for layout in layouts(size)
-        for stage in range(4)
-    ]
-    again = [
-        {"layout": layout, "stage": number % 4, "model": model, **SHARED}
         for number, layout in enumerate(layouts(size))
+        for stage in range(4)
+        if is_whole or number % 2 == stage % 2
     ]
+    again = [case for number, case in enumerate(cases) if number % 5 == 0]
     oracles = [alone[0]] * len(cases)
-    cases += trees(model, size)
+    cases += trees(model, size, (0, 3) if is_whole else (3,))
     oracles += [alone[1]] * (len(cases) - len(oracles))
     file, options = training_cases.__file__, {"timeout_s": 900, "is_last_fresh": size > 1}
     found = run_ranks(size, file, "run_cases", cases + again, **options)
@@ -203,13 +205,19 @@ def _oracle(case: Case) -> Case:
     return case | {"layout": (1, 1, 1), "stage": 0, "sequence": {}, "training": chosen}
 
 
-def test_families_schedules_and_settings(tmp_path: Path) -> None:
-    settings = variants(tmp_path)
-    plain = settings + families(tmp_path / "families")
+@pytest.mark.parametrize(
+    "make",
+    [variants, pytest.param(families, marks=pytest.mark.nightly)],
+    ids=lambda one: one.__name__,
+)
+def test_schedules_settings_and_families(
+    make: Callable[[Path], list[Case]], tmp_path: Path
+) -> None:
+    plain = make(tmp_path)
     oracles, file = [_sharing(_oracle(case), "off") for case in plain], training_cases.__file__
     oracle = run_ranks(1, file, "run_cases", oracles)
     cases = [
-        _sharing(case, "off" if number % 4 == 3 and number < len(settings) else "on")
+        _sharing(case, "off" if number % 4 == 3 and make is variants else "on")
         for number, case in enumerate(plain)
     ]
     found = run_ranks(4, file, "run_cases", cases, timeout_s=900)

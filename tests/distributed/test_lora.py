@@ -190,7 +190,7 @@ def test_adapters_are_used_exported_and_resumed(
     check_use(model, PLACES[1][0], alone[1][0])
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.nightly), 4])
 def test_every_layout_trains_adapters_as_one_rank(
     model: str, alone: tuple[list[Any], list[Any]], size: int, tmp_path: Path
 ) -> None:

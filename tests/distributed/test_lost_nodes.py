@@ -1,4 +1,4 @@
-"""What the agents of `megarl torchrun` on several nodes do where another node is gone, or its ranks
+"""What the agents of `megarl run` on several nodes do where another node is gone, or its ranks
 have failed. The ranks wait for files, so that no collective ends them.
 """
 

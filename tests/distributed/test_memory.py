@@ -1,4 +1,4 @@
-"""What `megarl launch --dry-run` says of memory is what a trained role's tensors take up."""
+"""What `megarl run --dry-run` says of memory is what a trained role's tensors take up."""
 
 from __future__ import annotations
 

@@ -41,7 +41,10 @@ def scores(
 
 @pytest.mark.real
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "size"), LAYOUTS)
+@pytest.mark.parametrize(("name", "size"), [
+    pytest.param(*one, marks=pytest.mark.nightly if one != ("smollm2", 4) else ())
+    for one in LAYOUTS
+])  # fmt: skip
 def test_every_layout_scores_real_text_as_transformers_does(name: str, size: int) -> None:
     folder = real_folder(name)
     texts = documents(folder)

@@ -55,6 +55,7 @@ OPTIMIZER: dict[str, Any] = dict(learning_rate=1e-4, eps=1e-5, weight_decay=0.1,
 """With torch's usual eps of 1e-8 the first step is the sign of each gradient, so that one that is
 only rounding moves its weight as far as any other. Here eps is about as large as a clipped gradient
 of 135 million weights: a change follows its gradient smoothly, and clipping shows."""
+pytestmark = [pytest.mark.nightly, pytest.mark.real, pytest.mark.slow]
 BOUND = 1e-4
 """Largest difference of a log-prob, in float32."""
 CASES = ("sft", "dpo", "grpo", "ppo", "critic", "lora")
@@ -409,8 +410,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_ranks(1, __file__, "on_rank", folder, str(place), timeout_s=400)[0]
 
 
-@pytest.mark.real
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_is_that_of_plain_torch(found: dict[str, Any], name: str) -> None:
     """Sums in another order leave 3e-5 between log-probs after 30 layers, and as much of gradients.
@@ -424,15 +423,11 @@ def test_a_step_is_that_of_plain_torch(found: dict[str, Any], name: str) -> None
     assert one["change"] < 3e-4 and one["largest"] < 0.1
 
 
-@pytest.mark.real
-@pytest.mark.slow
 def test_an_adapter_is_plain_torchs(found: dict[str, Any]) -> None:
     """Its log-probs are compared by `test_a_step_is_that_of_plain_torch`; here those without it."""
     assert found["lora"]["base"] < BOUND and found["lora"]["effect"] > 0.3
 
 
-@pytest.mark.real
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sft", "lora"])
 def test_what_is_saved_is_what_was_trained(found: dict[str, Any], name: str) -> None:
     """To the last bit, with adapters merged; the same for megarl, and for transformers."""

@@ -192,7 +192,7 @@ def tokens_after_transfer(sequence: int) -> tuple[int, int]:
     return total, sum(map(best.tokens, best.split(2, 2**20)))
 
 
-@pytest.mark.parametrize("sequence", [1, 2])
+@pytest.mark.parametrize("sequence", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_prefixes_that_no_single_rank_sees_are_computed_once(sequence: int) -> None:
     """Both groups behind a system prompt go to the same rank of the role."""
     for computed, best in run_ranks(2 * sequence + 2, __file__, "tokens_after_transfer", sequence):
@@ -265,7 +265,7 @@ def trained(folder: str, cases: Any) -> Any:
     return found
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.nightly), 3])
 def test_every_head_trains_under_every_axis_as_on_one_rank(stage: int, tmp_path: Path) -> None:
     folder = str(write_model(tmp_path / "model", biases=True))
     cases = [(head, degrees, stage) for head, layouts in HEADS.items() for degrees in layouts]

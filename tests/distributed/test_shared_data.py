@@ -57,7 +57,7 @@ def test_two_ranks_train_as_one_on_what_rank_0_sends(model: str, tmp_path: Path)
     for ranks in (1, 2):
         folder = tmp_path / str(ranks)
         folder.mkdir()
-        done = megarl("sft", recipe(folder, model, ROWS), ranks=ranks)
+        done = megarl("run", recipe(folder, model, ROWS), ranks=ranks)
         assert done.code == 0, done.err
         found[ranks] = metrics(folder)
         evaluated[ranks] = records(folder / "run" / "evaluations.jsonl")
@@ -75,14 +75,14 @@ def test_two_ranks_train_as_one_on_what_rank_0_sends(model: str, tmp_path: Path)
     assert "steps: 3" in (tmp_path / "2" / "run" / "recipe.yaml").read_text()
 
 
-@pytest.mark.parametrize("command", ["train", "sft"])
+@pytest.mark.parametrize("task", ["rl", "sft"])
 def test_ranks_but_the_first_do_not_read(
-    command: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    task: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What only a rank that reads would find: there is no such file."""
     tree: dict[str, Any] = {"folder": str(tmp_path / "run"), "model": {"path": model}, "steps": 1}
     missing = {"source": str(tmp_path / "missing.jsonl")}
-    if command == "sft":
+    if task == "sft":
         tree |= {"demonstrations": missing, "samples_per_step": 4}
     else:
         tree |= {
@@ -94,15 +94,15 @@ def test_ranks_but_the_first_do_not_read(
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "WORLD_SIZE": "2"}
     for name, value in (place | {"LOCAL_WORLD_SIZE": "2", "RANK": "1"}).items():
         monkeypatch.setenv(name, value)
-    assert cli.dispatch(command, [path, "--check"]) == 0
+    assert cli.plan(["run", path, "--check"]).run() == 0
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(cli.UserError, match=r"missing\.jsonl does not exist"):
-        cli.dispatch(command, [path, "--check"])
+        cli.plan(["run", path, "--check"]).run()
 
 
 def test_a_bad_row_is_one_message_of_the_run(model: str, tmp_path: Path) -> None:
     rows = [*ROWS[:7], ROWS[7] | {"response": "1" * 30}, *ROWS[8:]]
-    done = megarl("sft", recipe(tmp_path, model, rows), ranks=2)
+    done = megarl("run", recipe(tmp_path, model, rows), ranks=2)
     assert done.code != 0
     assert done.err.count("megarl: error") == 1
     assert "data.jsonl, line 8 (row 7, counted from 0)" in done.err

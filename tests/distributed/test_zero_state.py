@@ -49,31 +49,35 @@ def fp16(layout: tuple[int, int, int], stage: int) -> Where:
     return layout, stage, "float16", False
 
 
-PAIRS: list[tuple[Where, Where]] = [
-    (f32((1, 1, 1), 0), f32((2, 1, 2), 3)),
+Pairs = list[tuple[Where, Where]]
+PAIRS: Pairs = [
     (f32((1, 1, 1), 0), f32((1, 1, 4), 0)),
-    (f32((2, 1, 1), 1), f32((1, 1, 1), 0)),
-    (f32((2, 1, 1), 3), f32((1, 1, 2), 1)),
     (f32((1, 2, 1), 2), f32((2, 2, 1), 3)),
-    (f32((2, 1, 2), 2), f32((2, 1, 1), 3)),
     (f32((2, 1, 2), 3), f32((4, 1, 1), 2)),
     (f32((1, 1, 4), 0), f32((2, 1, 1), 1)),
     (bf16((2, 1, 1), 1), bf16((2, 1, 2), 3)),
-    (bf16((2, 1, 2), 3), bf16((1, 1, 2), 2)),
-    (bf16((1, 1, 2), 2), bf16((2, 1, 1), 1)),
-    (bf16((2, 1, 1), 1), bf16((4, 1, 1), 1)),
-    (fp16((2, 1, 1), 1), fp16((2, 1, 2), 3)),
     (fp16((2, 1, 2), 3), fp16((1, 1, 2), 2)),
     (f32((2, 1, 1), 3, tied=True), f32((1, 1, 2), 2, tied=True)),
-    (f32((1, 1, 1), 0, tied=True), f32((2, 1, 1), 3, tied=True)),
-    (f32((2, 1, 1), 3), f32((2, 1, 1), 3)),
-    (f32((2, 1, 1), 1), f32((2, 1, 1), 1)),
     (bf16((2, 1, 1), 1), bf16((2, 1, 1), 1)),
     (fp16((2, 1, 2), 3), fp16((2, 1, 2), 3)),
 ]
 """Each stage as a source and as a target; words and key heads that tensor ranks share unevenly;
 padding of every kind; and the same layout again.
 """
+OTHERS: Pairs = [
+    (f32((1, 1, 1), 0), f32((2, 1, 2), 3)),
+    (f32((2, 1, 1), 1), f32((1, 1, 1), 0)),
+    (f32((2, 1, 1), 3), f32((1, 1, 2), 1)),
+    (f32((2, 1, 2), 2), f32((2, 1, 1), 3)),
+    (bf16((2, 1, 2), 3), bf16((1, 1, 2), 2)),
+    (bf16((1, 1, 2), 2), bf16((2, 1, 1), 1)),
+    (bf16((2, 1, 1), 1), bf16((4, 1, 1), 1)),
+    (fp16((2, 1, 1), 1), fp16((2, 1, 2), 3)),
+    (f32((1, 1, 1), 0, tied=True), f32((2, 1, 1), 3, tied=True)),
+    (f32((2, 1, 1), 3), f32((2, 1, 1), 3)),
+    (f32((2, 1, 1), 1), f32((2, 1, 1), 1)),
+]
+"""The same, of others."""
 
 
 def train(cases: list[dict[str, Any]]) -> list[Any]:
@@ -175,13 +179,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     }
 
 
+@pytest.fixture(scope="module", params=[PAIRS, pytest.param(OTHERS, marks=pytest.mark.nightly)])
+def pairs(request: pytest.FixtureRequest) -> Pairs:
+    return request.param
+
+
 @pytest.fixture(scope="module")
 def sources(
-    models: dict[bool, Path], tmp_path_factory: pytest.TempPathFactory
+    models: dict[bool, Path], pairs: Pairs, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[Where, tuple[Path, Any]]:
     """Where -> (a checkpoint written there, how training went on without a stop)."""
     folder = tmp_path_factory.mktemp("sources")
-    places = list(dict.fromkeys(source for source, _ in PAIRS))
+    places = list(dict.fromkeys(source for source, _ in pairs))
     cases = [
         dict(model=str(models[where[3]]), where=where, load="", save=str(folder / spell(where)))
         for where in places
@@ -228,7 +237,7 @@ def content(checkpoint: Path, model: Path) -> dict[str, dict[str, torch.Tensor]]
 
 
 def test_training_goes_on_elsewhere(
-    models: dict[bool, Path], sources: dict[Where, tuple[Path, Any]], tmp_path: Path
+    models: dict[bool, Path], pairs: Pairs, sources: dict[Where, tuple[Path, Any]], tmp_path: Path
 ) -> None:
     """Read under another layout and saved again as it was read: the same bits. Then the same steps
     as without a stop; under the same layout the same bits.
@@ -240,10 +249,10 @@ def test_training_goes_on_elsewhere(
             load=str(sources[source][0]),
             save=str(tmp_path / f"again{number}"),
         )
-        for number, (source, target) in enumerate(PAIRS)
+        for number, (source, target) in enumerate(pairs)
     ]
     for (source, target), case, (reports, weights, steps) in zip(
-        PAIRS, cases, launch(cases), strict=True
+        pairs, cases, launch(cases), strict=True
     ):
         model, again = models[source[3]], Path(case["save"]) / f"step_{FIRST:06d}"
         # A checkpoint that a run under the new layout chooses.

@@ -117,9 +117,14 @@ def python(*words: str, **settings: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *words], check=False, **usual | settings)
 
 
+TASK_OF = {"teacher": "distill", "demonstrations": "sft", "prompts": "rl"}
+"""{section of a recipe: the task that has it, the first of those that a recipe has}"""
+
+
 def write_recipe(path: Path, tree: dict[str, Any]) -> str:
-    """A recipe file."""
-    path.write_text(yaml.safe_dump(tree))
+    """A recipe file; a recipe of preferences says its task itself."""
+    tasks = [{"task": task} for section, task in TASK_OF.items() if section in tree]
+    path.write_text(yaml.safe_dump({**dict(*tasks[:1]), **tree}))
     return str(path)
 
 

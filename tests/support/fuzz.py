@@ -95,7 +95,7 @@ def prepare(case: Case, folder: Path, model: Path) -> list[str]:
     if case.spoil is not None:
         case.spoil(folder)
     words = [word.replace("{folder}", str(folder)) for word in case.arguments]
-    return [case.command, str(path), *words, "--check"]
+    return ["eval" if case.task == "eval" else "run", str(path), *words, "--check"]
 
 
 @contextlib.contextmanager
@@ -131,7 +131,7 @@ def run(case: Case, folder: Path, model: Path) -> Outcome:
         started = time.monotonic()
         kind, said = "passed", ""
         try:
-            cli.dispatch(words[0], words[1:])
+            cli.plan(words).run()
         except UserError as error:
             kind, said = "refused", str(error)
         except SystemExit as error:

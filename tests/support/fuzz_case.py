@@ -17,8 +17,8 @@ Expect = Literal["refuse", "pass", "either"]
 """What the check must do: refuse with one line, pass, or one of the two."""
 
 
-SECTIONS = {"sft": "demonstrations"} | dict.fromkeys(("preference", "reward-model"), "preferences")
-"""{command: the section of its recipe with the data}; others have `prompts`."""
+SECTIONS = {"sft": "demonstrations"} | dict.fromkeys(("preference", "reward_model"), "preferences")
+"""{task: the section of its recipe with the data}; others have `prompts`."""
 
 
 @dataclass
@@ -28,7 +28,8 @@ class Case:
     what: str = ""
     """The change in a few words."""
     expect: Expect = "either"
-    command: str = "train"
+    task: str = "rl"
+    """`task` of the recipe; "eval" for an `rl` recipe of `megarl eval`."""
     settings: dict[str, Any] = field(default_factory=dict)
     """{dotted key: value} in the recipe; `{folder}` in a text is the case's folder."""
     text: bytes | None = None
@@ -58,19 +59,21 @@ class Case:
 
 def good_tree(case: Case, folder: Path, model: Path) -> dict[str, Any]:
     """The recipe of `case` as nested dicts."""
-    tree: dict[str, Any] = {"folder": str(folder / "run"), "model": {"path": str(model)}}
+    task = "rl" if case.task == "eval" else case.task
+    tree: dict[str, Any] = {"task": task, "folder": str(folder / "run")}
+    tree["model"] = {"path": str(model)}
     source = str(folder / "data.jsonl")
-    if case.command in SECTIONS:
-        tree[SECTIONS[case.command]] = {"source": source}
+    if case.task in SECTIONS:
+        tree[SECTIONS[case.task]] = {"source": source}
     else:
         prompts = {"source": source, "max_prompt_tokens": 8}
         tree |= {
             "prompts": dict(prompts),
             "rollout": {"groups_per_step": 4, "group_size": 2, "max_new_tokens": 8},
         }
-        if case.command == "distill":
+        if case.task == "distill":
             tree["teacher"] = {"model": {"path": str(model)}}
-        if case.command == "eval":
+        if case.task == "eval":
             tree["evaluation"] = {"prompts": dict(prompts)}
     for key, value in case.settings.items():
         *parents, last = key.split(".")

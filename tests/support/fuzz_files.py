@@ -230,11 +230,11 @@ CELLS: list[Any] = [
 
 def data(draw: random.Random, case: Case, good: Path) -> Case:
     """The data file: bytes, rows, cells, another format."""
-    columns = {"train": "answer", "sft": "response", "preference": "rejected"}
-    case.command = draw.choice(list(columns))
-    column = draw.choice(["prompt", columns[case.command]])
+    columns = {"rl": "answer", "sft": "response", "preference": "rejected"}
+    case.task = draw.choice(list(columns))
+    column = draw.choice(["prompt", columns[case.task]])
     way = draw.choice(["raw", "line", "cell", "cell", "cell", "csv", "json", "parquet"])
-    setting = SECTIONS.get(case.command, "prompts")
+    setting = SECTIONS.get(case.task, "prompts")
     found, row = draw.choice(CELLS), draw.randrange(len(ROWS))
     if way == "raw":
         return case.spoiled(*raw(draw, "data.jsonl"))
@@ -319,7 +319,7 @@ def environment(draw: random.Random, case: Case, good: Path) -> Case:
         ["", "x", "-1", "0", "1", "2", "3", "1e3", " 1", "1.5", "9" * 30, "70000", "0x1", "١"]
     )
     case.environment = (good_ranks if draw.random() < 0.8 else {}) | {name: found}
-    case.command = draw.choice(["train", "sft"])
+    case.task = draw.choice(["rl", "sft"])
     case.what = f"environment {case.environment}"
     digits = found.isascii() and found.isdecimal()
     if name != "MASTER_ADDR" and (not digits or len(found) > 20):
@@ -366,7 +366,7 @@ def verifier(draw: random.Random, case: Case, good: Path) -> Case:
 
 def run_folder(draw: random.Random, case: Case, good: Path) -> Case:
     """The run folder: files, loops, names that no system takes, folders that cannot be written."""
-    case.command = draw.choice(["train", "sft"])
+    case.task = draw.choice(["rl", "sft"])
     right = ["{folder}/a/b/c/d", "{folder}/é \U0001f600"]
     name = draw.choice([
         *right, "", "/proc/run", "/dev/null/run", "{folder}/loop", "{folder}/loop/run",

@@ -16,8 +16,8 @@ from megarl.schema import Range
 from support.fuzz_case import Case, Expect
 
 KINDS: dict[str, Any] = {
-    "train": RunConfig, "distill": DistillConfig, "eval": RunConfig, "sft": SftConfig,
-    "preference": PreferenceConfig, "reward-model": RewardModelConfig,
+    "rl": RunConfig, "distill": DistillConfig, "eval": RunConfig, "sft": SftConfig,
+    "preference": PreferenceConfig, "reward_model": RewardModelConfig,
 }  # fmt: skip
 
 PATHS = (
@@ -115,8 +115,8 @@ def number(draw: random.Random, kind: type, allowed: Range | None) -> tuple[Any,
 
 def one_setting(draw: random.Random, case: Case, _: Path) -> Case:
     """One setting of the recipe."""
-    case.command = draw.choice([*KINDS, "train", "train", "train"])
-    key, hint, allowed = draw.choice(settings(KINDS[case.command]))
+    case.task = draw.choice([*KINDS, "rl", "rl", "rl"])
+    key, hint, allowed = draw.choice(settings(KINDS[case.task]))
     found, expect = value(draw, key, hint, allowed)
     case.verifier = key.startswith("environment.")
     return case.set(key, found, expect)
@@ -124,8 +124,8 @@ def one_setting(draw: random.Random, case: Case, _: Path) -> Case:
 
 def several_settings(draw: random.Random, case: Case, _: Path) -> Case:
     """Two to five settings, each in its range."""
-    case.command = draw.choice(["train", "distill", "sft", "preference"])
-    known = settings(KINDS[case.command])
+    case.task = draw.choice(["rl", "distill", "sft", "preference"])
+    known = settings(KINDS[case.task])
     for _ in range(draw.randint(2, 5)):
         key, hint, allowed = draw.choice(known)
         for _ in range(20):
@@ -175,7 +175,7 @@ SNIPPETS: list[tuple[str, Expect]] = [
 def yaml_text(draw: random.Random, case: Case, _: Path) -> Case:
     """The recipe as bytes: snippets, cuts, flipped bytes, or no text at all."""
     good = (
-        b"folder: '{folder}/run'\nmodel: {path: '{model}'}\n"
+        b"task: rl\nfolder: '{folder}/run'\nmodel: {path: '{model}'}\n"
         b"prompts: {source: '{folder}/data.jsonl', max_prompt_tokens: 8}\n"
         b"rollout: {groups_per_step: 4, group_size: 2, max_new_tokens: 8}\n"
     )
@@ -200,7 +200,7 @@ def command_line(draw: random.Random, case: Case, _: Path) -> Case:
     """A setting on the command line, or words that are none."""
     if draw.random() < 0.4:
         case.arguments = draw.choice([
-            ["--"], ["-x"], ["--steps"], ["--steps", "1", "2"], ["x"], ["--rollout", "3"],
+            ["-x"], ["--steps"], ["--steps", "1", "2"], ["x"], ["--rollout", "3"],
             ["--=3"], ["--steps=", "3"], ["--.x", "1"], ["--folder.x", "1"], ["--ranks", "0"],
         ])  # fmt: skip
         case.what, case.expect = f"arguments {case.arguments}", "refuse"

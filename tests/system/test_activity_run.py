@@ -42,7 +42,7 @@ def test_who_waits_on_whom(tmp_path: Path) -> None:
     tree["training"]["checkpoint"]["every"] = STEPS
     tree["evaluation"]["every"] = STEPS
     recipe = write_recipe(tmp_path / "recipe.yaml", tree)
-    process, mark = start([sys.executable, "-c", STOPS, "train", recipe])
+    process, mark = start([sys.executable, "-c", STOPS, "run", recipe])
     try:
         until(lambda: (tmp_path / "stopped").exists() or process.poll() is not None, 300)
         shown = status(run, "--stacks")

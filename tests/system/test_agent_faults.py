@@ -188,6 +188,7 @@ above an agent."""
 STEPS = 5
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_run_goes_on_after_faults_of_its_agents(tmp_path: Path) -> None:
     """Agents are killed, hang and lose connections, the engine and the process with the gateway
@@ -205,7 +206,7 @@ def test_a_run_goes_on_after_faults_of_its_agents(tmp_path: Path) -> None:
     repeatable(tree, STEPS)
     tree["rollout"]["groups_per_step"] = 2
     tree["environment"]["on_failure"] = "wrong"  # so that no rollout is made beside these
-    command = [sys.executable, "-c", HARM, "train", write_recipe(tmp_path / "recipe.yaml", tree)]
+    command = [sys.executable, "-c", HARM, "run", write_recipe(tmp_path / "recipe.yaml", tree)]
     done = finish(*start(command, PLACE=str(place)), timeout_s=400)
     assert done.code == 0 and done.survivors == [], done.err[-3000:]
     left, of = (place / "left").read_text().split(" of ")

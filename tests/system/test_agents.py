@@ -55,7 +55,7 @@ def test_a_program_is_trained(tmp_path: Path) -> None:
     program.write_text(PROGRAM.format(folder=str(tmp_path)))
     tree = recipe_of(tmp_path, {"command": ["python", str(program), "{prompt}"]})
     tree["observe"] = {"transcripts_per_step": 4}
-    done = megarl("train", write_recipe(tmp_path / "recipe.yaml", tree), timeout_s=240.0)
+    done = megarl("run", write_recipe(tmp_path / "recipe.yaml", tree), timeout_s=240.0)
     assert done.code == 0 and done.survivors == [], done.err[-3000:]
     steps = records(tmp_path / "run" / "metrics.jsonl")
     groups = records(tmp_path / "run" / "transcripts.jsonl")
@@ -75,7 +75,7 @@ def test_an_asynchronous_run_is_repeated(tmp_path: Path) -> None:
     tree = recipe_of(tmp_path, {"function": f"{tmp_path}/own.py:faulty"})
     repeatable(tree, steps=3)
     tree["environment"]["on_failure"] = "wrong"  # all rollouts of a prompt fail
-    done = megarl("train", write_recipe(tmp_path / "recipe.yaml", tree))
+    done = megarl("run", write_recipe(tmp_path / "recipe.yaml", tree))
     assert done.code == 0, done.err[-3000:]
     groups = records(tmp_path / "run" / "transcripts.jsonl")
     rollouts = [one for group in groups for one in group["rollouts"]]
@@ -87,16 +87,13 @@ def test_an_asynchronous_run_is_repeated(tmp_path: Path) -> None:
     replays_bit_by_bit(tmp_path / "run", steps=3)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"command": ["no_such"]}, "there is no such program"),
-        ({"command": ["python", "none.py"]}, "there is no such file"),
-        ({"function": "own.py:TOOLS"}, "own.py"),
-        ({"command": ["python"], "function": "own.py:solve"}, "set one of the two"),
-    ],
-)
+@pytest.mark.parametrize(("change", "said"), [
+    ({"command": ["no_such"]}, "there is no such program"),
+    ({"command": ["python", "none.py"]}, "there is no such file"),
+    ({"function": "own.py:TOOLS"}, "own.py"),
+    ({"command": ["python"], "function": "own.py:solve"}, "set one of the two"),
+])  # fmt: skip
 def test_agents_that_cannot_run(tmp_path: Path, change: dict[str, Any], said: str) -> None:
     tree = recipe_of(tmp_path, change)
-    done = megarl("train", write_recipe(tmp_path / "recipe.yaml", tree))
+    done = megarl("run", write_recipe(tmp_path / "recipe.yaml", tree))
     assert done.code != 0 and said in done.err and "Traceback" not in done.err, done.err

@@ -36,8 +36,8 @@ COLOCATED = ("data 1 tensor 1 zero 0", 1, 1)
 CASES = [
     COLOCATED,
     ("data 2 tensor 1 zero 3", 1, 1),
-    ("data 1 tensor 2 zero 0", 1, 2),
-    ("data 1 tensor 1 zero 0", 2, 1),
+    pytest.param("data 1 tensor 2 zero 0", 1, 2, marks=pytest.mark.nightly),
+    pytest.param("data 1 tensor 1 zero 0", 2, 1, marks=pytest.mark.nightly),
 ]
 
 

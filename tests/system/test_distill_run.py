@@ -1,4 +1,4 @@
-"""`megarl distill` as a user runs it: real engines, a larger teacher on a rank of its own, no verifier."""
+"""`task: distill` as a user runs it: real engines, a larger teacher on a rank of its own, no verifier."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_policy_learns_from_a_teacher_on_a_rank_of_its_own(tmp_path: Path) -> 
     tree["teacher"] = {"model": {"path": str(teacher)}, "ranks": [1]}
     tree["distillation"] = {"divergence": "jensen_shannon", "beta": 0.9}
     tree["training"] |= {"zero_stage": 2, "checkpoint": {"every_minutes": 1e-6}}  # each step
-    done = megarl("distill", write_recipe(tmp_path / "recipe.yaml", tree), ranks=2)
+    done = megarl("run", write_recipe(tmp_path / "recipe.yaml", tree), ranks=2)
     assert done.code == 0, done.err[-4000:]
     assert json.loads(done.out)["steps"] == 5
     steps = records(tmp_path / "run" / "metrics.jsonl")

@@ -32,7 +32,9 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("kind", [
+    pytest.param(one, marks=pytest.mark.nightly if one != "gemma2" else ()) for one in OTHERS
+])  # fmt: skip
 def test_an_engine_computes_what_other_families_do(kind: str, tmp_path: Path) -> None:
     with opened(write_model(tmp_path / "model", **OTHERS[kind]), EngineConfig()) as side:
         publish_five_times(side, gap, BOUND)

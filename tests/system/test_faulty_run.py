@@ -45,7 +45,7 @@ def test_a_verifier_that_begins_to_fail_at_step_3(tmp_path: Path) -> None:
             "isolate": False,  # the verifier looks into the environment of the actor above it
         }
         recipe = write_recipe(tmp_path / "recipe.yaml", tree)
-        done = megarl("train", recipe, REWARD_TOKEN="hush")  # noqa: S106
+        done = megarl("run", recipe, REWARD_TOKEN="hush")  # noqa: S106
     assert done.code == 2 and done.out == "", done.err[-3000:]
     # What the clean-up says, such as that a checkpoint is saved, comes after it.
     (said,) = [line for line in done.err.splitlines() if line.startswith("megarl: error")]

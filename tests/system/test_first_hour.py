@@ -107,7 +107,7 @@ def interrupted(place: Path) -> Done:
     }
     tree["training"] |= {"zero_stage": 1, "checkpoint": {"every": 0}}
     write_recipe(place / "stopped.yaml", tree)
-    process, mark = start(command("train", str(place / "stopped.yaml"), ranks=2))
+    process, mark = start(command("run", str(place / "stopped.yaml"), ranks=2))
     metrics, deadline = place / "stopped" / "metrics.jsonl", time.monotonic() + 400
     while time.monotonic() < deadline and process.poll() is None:
         if metrics.exists() and metrics.read_text().count("\n") >= 3:
@@ -139,12 +139,12 @@ def test_the_run_goes_on_with_one_rank(place: Path, interrupted: Done) -> None:
     done = newest(folder)
     more = ["--steps", str(done + 1), "--training.zero_stage", "0"]
     # Under a locale in which Python takes files for ASCII.
-    again = megarl("train", str(place / "stopped.yaml"), *more, LC_ALL="POSIX", PYTHONUTF8="0")
+    again = megarl("run", str(place / "stopped.yaml"), *more, LC_ALL="POSIX", PYTHONUTF8="0")
     assert again.code == 0, again.err[-4000:]
     assert "was written under" in again.err
     assert [row["step"] for row in records(folder / "metrics.jsonl")] == list(range(1, done + 2))
     assert json.loads(again.out)["steps"] == done + 1 == newest(folder)
-    finished = megarl("train", str(place / "stopped.yaml"), *more)
+    finished = megarl("run", str(place / "stopped.yaml"), *more)
     assert finished.code == 0 and "the run is finished" in finished.err
     (folder / "report.html").unlink()
     report = megarl("report", str(folder))
@@ -188,6 +188,7 @@ def test_every_prompt_was_rendered_and_every_reward_counted(
     assert all(one["reward"] == len(one["response"]) % 3 / 2 for one in judged)
 
 
+@pytest.mark.nightly
 def test_the_cells_of_the_notebook_run(place: Path) -> None:
     """docs/tutorials/notebook.md with fewer steps: the functions are those of `__main__`."""
     code = "\n".join(blocks("python cell"))
@@ -226,7 +227,7 @@ def test_what_is_wrong_is_answered_in_one_line(
 ) -> None:
     words = [f"--folder={tmp_path}/run", f"--{key}", value.format(place=place)]
     with pytest.raises(UserError) as error:
-        cli.dispatch("train", [str(place / "recipe.yaml"), *words, "--check"])
+        cli.plan(["run", str(place / "recipe.yaml"), *words, "--check"]).run()
     said = str(error.value)
     assert "\n" not in said and all(part in said for part in says), said
     assert not (tmp_path / "run").exists()

@@ -41,12 +41,13 @@ def prepared(tmp_path: Path) -> tuple[Path, Path]:
     return model, source
 
 
+@pytest.mark.nightly
 def test_three_steps_on_gsm8k_finish_with_honest_rewards(tmp_path: Path) -> None:
     model, source = prepared(tmp_path)
     run = tmp_path / "run"
     overrides = [f"--folder={run}", f"--model.path={model}", f"--prompts.source={source}"]
     recipe = str(ROOT / "launch/recipes/gsm8k_tiny_cpu.yaml")
-    done = megarl("train", recipe, *overrides, "--model.from_scratch=true")
+    done = megarl("run", recipe, *overrides, "--model.from_scratch=true")
     assert done.code == 0, done.err[-4000:]
     rows = records(run / "metrics.jsonl")
     assert len(rows) == 3
@@ -57,7 +58,7 @@ def test_three_steps_on_gsm8k_finish_with_honest_rewards(tmp_path: Path) -> None
 
 
 def on_two_gpus(tmp_path: Path) -> list[str]:
-    """The words after `megarl launch` for a few steps of the recipe."""
+    """The words after `megarl run` for a few steps of the recipe."""
     model, source = prepared(tmp_path)
     words = [f"--folder={tmp_path / 'run'}", f"--steps={STEPS}", f"--prompts.source={source}"]
     words += ["--evaluation.every=0", f"--evaluation.prompts.source={source}"]
@@ -68,18 +69,18 @@ def on_two_gpus(tmp_path: Path) -> list[str]:
         reward.write_text("def score(prompt, response):\n    return (len(response) % 3) / 2\n")
         words += [f"--model.path={model}", f"--environment.verifier={reward}:score"]
         words += ["--rollout.groups_per_step=8", "--environment.require_stop=false"]
-    return [str(ROOT / "launch/recipes/gsm8k.yaml"), "--", *words]
+    return [str(ROOT / "launch/recipes/gsm8k.yaml"), *words]
 
 
 def test_the_recipe_for_two_gpus_is_planned(tmp_path: Path) -> None:
     recipe, *words = on_two_gpus(tmp_path)
-    done = megarl("launch", recipe, "--dry-run", "--gpus-per-node", "2", *words)
+    done = megarl("run", recipe, "--dry-run", "--gpus-per-node", "2", *words)
     assert done.code == 0, done.err[-4000:]
 
 
 @pytest.mark.gpu
 def test_the_recipe_for_two_gpus(tmp_path: Path, record_property: Any) -> None:
-    done = megarl("launch", *on_two_gpus(tmp_path), timeout_s=550)
+    done = megarl("run", *on_two_gpus(tmp_path), timeout_s=550)
     assert done.code == 0, done.err[-4000:]
     rows = records(tmp_path / "run/metrics.jsonl")
     names = ("accuracy", "tokens/generated_per_s", "mismatch/mean_abs", "time/publish_s")

@@ -1,4 +1,4 @@
-"""`megarl launch --cpu`: Ray, engines and ranks of a recipe run to their end on one node, and
+"""`megarl run --cpu`: Ray, engines and ranks of a recipe run to their end on one node, and
 nothing is left of them, also after a signal.
 """
 
@@ -62,9 +62,9 @@ def test_a_recipe_runs_to_its_end(place: Path, placement: str) -> None:
         "evaluation": {},
     }
     ranks, changes = ("1", mixed) if placement == "disaggregated" else ("3", apart)
-    options = ("--cpu", "--gpus-train", ranks, "--", "--rollout.placement", placement)
+    options = ("--cpu", "--ranks", ranks, "--rollout.placement", placement)
     options += ("--rollout.dynamic_sampling.enabled", "false")  # every prompt is trained on
-    process, mark = start(command("launch", recipe(place, placement, **changes), *options))
+    process, mark = start(command("run", recipe(place, placement, **changes), *options))
     launcher = fork_of(process.pid)
     done = finish(process, mark, timeout_s=400)
     assert done.code == 0, (done.out[-2000:], done.err[-4000:])
@@ -88,8 +88,8 @@ def test_a_recipe_runs_to_its_end(place: Path, placement: str) -> None:
 def test_another_user_finds_all_closed_and_a_signal_ends_everything(place: Path) -> None:
     """The second look, at a private folder that was opened, shows that the first one can fail."""
     path = recipe(place, "endless", steps=10**6)
-    lasts = ("--", "--training.max_empty_steps", "1000000")  # although all answers become alike
-    words = command("launch", path, "--cpu", "--gpus-train", "1", *lasts)
+    lasts = ("--training.max_empty_steps", "1000000")  # although all answers become alike
+    words = command("run", path, "--cpu", "--ranks", "1", *lasts)
     # Not forked: at its import, Ray reads whether it listens on loopback only.
     process, mark = start(words, **UNFORKED)
     try:
@@ -119,6 +119,6 @@ def test_a_mistake_that_a_rank_finds_is_the_exit_code(place: Path) -> None:
     path = recipe(place, "twice")
     (place / "twice").mkdir()
     (place / "twice" / "metrics.jsonl").write_text("{}\n")
-    done = megarl("launch", path, "--cpu", "--gpus-train", "1", timeout_s=300)
+    done = megarl("run", path, "--cpu", "--ranks", "1", timeout_s=300)
     assert done.code == 2, done.err[-4000:]
     assert "already holds a run" in done.err

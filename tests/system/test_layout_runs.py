@@ -66,7 +66,7 @@ def run(
     """Metrics of three steps of PPO with a KL penalty and a reward model, the first of which trains
     the critic alone; the recipe is the same but for the places of `roles`, the sections of `tree`,
     which then has its own critics, and `training`. The ranks are started by torchrun, or if
-    `launched` by `megarl launch`.
+    `launched` by `megarl run`.
     """
     own = tree
     tree = tiny_run(place, place / "model", 3) | {"folder": str(place / name), "evaluation": {}}
@@ -85,13 +85,13 @@ def run(
     tree["training"] = tree["training"] | steps | training
     recipe = write_recipe(place / f"{name}.yaml", tree)
     if launched:
-        done = megarl("launch", recipe, "--cpu", "--", *arguments)
+        done = megarl("run", recipe, "--cpu", *arguments)
         assert done.code == 0, done.err[-4000:]
         for number, role in enumerate(named):  # the plan has an entry for each, with its rank
             entry = rf"^(reward_models\.)?{role}:\n(  .*\n)+?  ranks: '{number + 1}'\n"
             assert re.search(entry, done.err, re.M)
     else:
-        done = megarl("train", recipe, *arguments, ranks=ranks)
+        done = megarl("run", recipe, *arguments, ranks=ranks)
     assert done.code == 0, done.err[-4000:]
     return records(place / name / "metrics.jsonl")
 
@@ -148,12 +148,13 @@ def test_four_ranks_learn_what_one_does_and_resume(
 def test_roles_on_ranks_of_their_own_learn_what_one_rank_does_and_resume(
     alone: list[dict[str, Any]], place: Path
 ) -> None:
-    """`megarl launch` gives each role its ranks; the run goes on under torchrun."""
+    """`megarl run` gives each role its ranks; the run goes on under torchrun."""
     layout = {"layout": {"data": 1}}
     assert_alike(alone, run(place, "beside", 4, roles=BESIDE, launched=True, **layout))
     assert_resumes(place, "beside", 4, roles=BESIDE, **layout)
 
 
+@pytest.mark.nightly
 def test_two_critics_whose_smaller_value_counts_learn_what_one_does(
     alone: list[dict[str, Any]], place: Path
 ) -> None:
@@ -177,6 +178,7 @@ def test_two_critics_whose_smaller_value_counts_learn_what_one_does(
     assert_resumes(place, "twins", 2, tree=tree)
 
 
+@pytest.mark.nightly
 def test_one_role_apart_and_one_shared(alone: list[dict[str, Any]], place: Path) -> None:
     roles = {"critic": BESIDE["critic"] | {"ranks": [1]}}
     assert_alike(alone, run(place, "mixed", 2, roles=roles))
@@ -190,7 +192,7 @@ def test_remax_compares_with_greedy_responses_that_a_reward_model_scores(place: 
     tree["rollout"]["group_size"] = 1
     judge = {"model": {"path": str(place / "judge")}, "weight": 0.5, "ranks": [1]}
     tree |= {"algorithm": "remax", "reward_models": {"judge": judge}}
-    done = megarl("train", write_recipe(place / "remax.yaml", tree), ranks=2)
+    done = megarl("run", write_recipe(place / "remax.yaml", tree), ranks=2)
     assert done.code == 0, done.err[-4000:]
     for row in records(place / "remax" / "metrics.jsonl"):
         trained = row["tokens/trained"]
@@ -201,6 +203,7 @@ def test_remax_compares_with_greedy_responses_that_a_reward_model_scores(place: 
         assert row["mismatch/max_abs"] < PROBE_BOUND
 
 
+@pytest.mark.nightly
 def test_supervised_training_under_a_layout(place: Path) -> None:
     rows = [{"prompt": f"{a}+{b}=", "response": f"{a + b}"} for a in range(6) for b in range(6)]
     source = write_rows(place / "demonstrations.jsonl", rows)
@@ -220,7 +223,7 @@ def test_supervised_training_under_a_layout(place: Path) -> None:
             "demonstrations": {"source": source},
             "training": {"micro_batch_tokens": 16, "optimizer": {"learning_rate": 1e-3}} | training,
         }
-        done = megarl("sft", write_recipe(place / f"sft_{name}.yaml", tree), ranks=ranks)
+        done = megarl("run", write_recipe(place / f"sft_{name}.yaml", tree), ranks=ranks)
         assert done.code == 0, done.err[-4000:]
         found[name] = records(place / f"sft_{name}" / "metrics.jsonl")
     for one, other in zip(found["alone"], found["in_parts"], strict=True) if ONEDNN else ():

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.commands import Done, finish, megarl, records, start, tiny_run, write_recipe
 from support.faults import KILLER
 from support.fork_server import UNFORKED
@@ -74,6 +75,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.nightly
 def test_engines_die_and_hang_in_every_phase(tmp_path: Path) -> None:
     """One of two, while the trainer waits for rollouts or an evaluation, and in the probe."""
     model = write_model(tmp_path / "model")
@@ -81,7 +83,7 @@ def test_engines_die_and_hang_in_every_phase(tmp_path: Path) -> None:
     tree["rollout"] |= {"num_engines": 2, "engine": {"stall_timeout_s": 8}}
     tree["environment"] |= {"time_limit_s": 2}
     tree["evaluation"] |= {"every": 2}
-    command = [sys.executable, "-c", PHASES, "train", write_recipe(tmp_path / "recipe.yaml", tree)]
+    command = [sys.executable, "-c", PHASES, "run", write_recipe(tmp_path / "recipe.yaml", tree)]
     process, mark = start(command)
     done = finish(process, mark, 400)
     assert done.code == 0, done.err[-3000:]
@@ -204,7 +206,7 @@ def killing_run(folder: Path, victim: str, **rollout: Any) -> tuple[Done, dict[s
     tree["observe"] = {"batches": True}
     if rollout.get("max_staleness"):
         tree["algorithm"] = {"correction": {"kind": "tis"}}
-    command = [sys.executable, "-c", KILLER, "train", write_recipe(folder / "recipe.yaml", tree)]
+    command = [sys.executable, "-c", KILLER, "run", write_recipe(folder / "recipe.yaml", tree)]
     process, mark = start(command, VICTIM=victim)
     done = finish(process, mark, 300)
     assert done.survivors == []

@@ -23,6 +23,7 @@ from megarl.trainer.loading import load_model
 
 OLDER = os.environ.get("TRANSFORMERS_4_PYTHON", "")
 pytestmark = [
+    pytest.mark.nightly,
     pytest.mark.slow,
     pytest.mark.skipif(not OLDER, reason="TRANSFORMERS_4_PYTHON names no Python with it"),
 ]

@@ -17,7 +17,7 @@ def test_a_run_on_an_engine_of_a_file(tmp_path: Path) -> None:
     tree = tiny_run(tmp_path, write_model(tmp_path / "model"), 2)
     shutil.copy(ROOT / "tests" / "support" / "transformers_engine.py", tmp_path / "mine.py")
     tree["rollout"] |= {"engine": {"kind": f"{tmp_path}/mine.py:TransformersEngine"}}
-    done = megarl("train", write_recipe(tmp_path / "recipe.yaml", tree))
+    done = megarl("run", write_recipe(tmp_path / "recipe.yaml", tree))
     assert done.code == 0, done.err[-4000:]
     steps = records(tmp_path / "run" / "metrics.jsonl")
     # Transformers' log-probs are the trainer's, of the weights of this very step.

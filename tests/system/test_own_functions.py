@@ -43,7 +43,7 @@ def test_every_part_of_an_algorithm_is_of_a_file(tmp_path: Path) -> None:
     correction = {"kind": named.pop("correction")}
     named |= {"method": "both.py:both"}
     tree["algorithm"] = named | {"clip_high": 0.4, "correction": correction}
-    done = megarl("train", write_recipe(tmp_path / "recipe.yaml", tree))
+    done = megarl("run", write_recipe(tmp_path / "recipe.yaml", tree))
     assert done.code == 0, done.err[-4000:]
     called = (tmp_path / "called").read_text().split()
     # Each was tried once at least, and was called in two steps; the trial does not call a method.

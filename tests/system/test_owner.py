@@ -42,21 +42,21 @@ def test_one_owner_and_no_orphans(tmp_path: Path) -> None:
         "training": {"checkpoint": {"every": 3}},
     }
     recipe = write_recipe(tmp_path / "sft.yaml", tree)
-    agent, mark = start(command("sft", recipe, ranks=2), **UNFORKED)
+    agent, mark = start(command("run", recipe, ranks=2), **UNFORKED)
     try:
         until(lambda: len(newest_first(run / "checkpoints")) > 0, 300)
         ranks = psutil.Process(agent.pid).children()
         assert len(ranks) == 2
 
         began = time.monotonic()
-        refused = megarl("sft", recipe)
+        refused = megarl("run", recipe)
         assert refused.code == 2 and refused.out == ""
         lines = [line for line in refused.err.splitlines() if "megarl: error:" in line]
         assert len(lines) == 1 and f"process {ranks[0].pid} on" in lines[0], refused.err
         assert "end that run first, or set folder" in lines[0]
         print(f"refused within {time.monotonic() - began:.1f} s")
         assert all(rank.is_running() for rank in ranks)
-        checked = megarl("sft", recipe, "--check")
+        checked = megarl("run", recipe, "--check")
         assert checked.code == 2 and "still going" in checked.err
 
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""`megarl preference` and `megarl reward-model` as a user runs them: under a layout and resumed under
+"""`task: preference` and `task: reward_model` as a user runs them: under a layout and resumed under
 another one, with a cached reference; the reward model is one that transformers reads.
 """
 
@@ -40,10 +40,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(
-    command: str, place: Path, name: str, steps: int, ranks: int = 1, **changes: Any
+    task: str, place: Path, name: str, steps: int, ranks: int = 1, **changes: Any
 ) -> tuple[Done, dict[str, Any]]:
     """A run on the place's preferences; returns how it ended, and what it printed."""
     tree: dict[str, Any] = {
+        "task": task,
         "folder": str(place / name),
         "steps": steps,
         "resume": "auto",
@@ -57,7 +58,7 @@ def run(
             **(TWO_RANKS if ranks == 2 else {}),
         },
     }
-    done = megarl(command, write_recipe(place / f"{name}.yaml", tree | changes), ranks=ranks)
+    done = megarl("run", write_recipe(place / f"{name}.yaml", tree | changes), ranks=ranks)
     assert done.code == 0, done.err[-4000:]
     return done, json.loads(done.out)
 
@@ -126,8 +127,8 @@ def test_a_reward_model_is_one_of_transformers(place: Path) -> None:
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.save_pretrained(base)
     ends = {"model": {"path": str(base)}}
-    run("reward-model", place, "judge", 3, ranks=2, **ends)
-    _, found = run("reward-model", place, "judge", 5, **ends)
+    run("reward_model", place, "judge", 3, ranks=2, **ends)
+    _, found = run("reward_model", place, "judge", 5, **ends)
     folder = place / "judge" / "checkpoints" / "step_000005" / "model"
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -152,11 +153,11 @@ def test_a_reward_model_is_one_of_transformers(place: Path) -> None:
     assert scores[:, 0].mean().item() == pytest.approx(found["eval/reward/chosen"], abs=1e-5)
     assert scores[:, 1].mean().item() == pytest.approx(found["eval/reward/rejected"], abs=1e-5)
     changes = {"model": {"path": str(folder)}}
-    _, further = run("reward-model", place, "further", 1, **changes)
+    _, further = run("reward_model", place, "further", 1, **changes)
     first = records(place / "further" / "evaluations.jsonl")[0]
     assert first["eval/loss"] == pytest.approx(found["eval/loss"], abs=1e-6), "its score is used"
     assert further["steps"] == 1
-    done = megarl("sft", sft_of(place, folder))
+    done = megarl("run", sft_of(place, folder))
     assert done.code == 2 and "is a sequence classifier, such as a reward model" in done.err
 
 
@@ -174,7 +175,7 @@ def test_a_model_without_score_or_with_another_tokenizer_is_no_reward_model(plac
             words["0"], words["1"] = words["1"], words["0"]
             (place / folder / "tokenizer.json").write_text(json.dumps(tokenizer))
         tree["reward_models"] = {name: {"model": {"path": str(place / folder)}}}
-        done = megarl("train", write_recipe(place / "judged.yaml", tree), "--check")
+        done = megarl("run", write_recipe(place / "judged.yaml", tree), "--check")
         assert done.code == 2 and re.search(said, done.err), done.err
 
 
@@ -231,7 +232,7 @@ def test_samples_become_data_sets(place: Path) -> None:
         tops = [value for value, one in group if one["finish"] == "stop" and one["response"]]
         assert not tops or max(tops) <= min(value for value, _ in group) + 1e-6
     source = {"preferences": {"source": found["data"], "margin_column": "margin"}}
-    run("reward-model", place, "of_samples", 1, **source)
+    run("reward_model", place, "of_samples", 1, **source)
 
 
 def test_adapters_of_other_commands_are_read_by_peft(place: Path) -> None:
@@ -244,14 +245,14 @@ def test_adapters_of_other_commands_are_read_by_peft(place: Path) -> None:
 
     classes = {
         "preference": (AutoModelForCausalLM, {}),
-        "reward-model": (AutoModelForSequenceClassification, {"num_labels": 1}),
+        "reward_model": (AutoModelForSequenceClassification, {"num_labels": 1}),
     }
     training = {"micro_batch_tokens": 32, "lora": start(place)}
     training |= {"optimizer": {"learning_rate": 1e-2}}
     ids = torch.tensor([[5, 9, 13, 4, 7, 1]])
-    for command, (kind, options) in classes.items():
-        name = f"adapted_{command}"
-        done, _ = run(command, place, name, 3, ranks=2, training=training | TWO_RANKS)
+    for task, (kind, options) in classes.items():
+        name = f"adapted_{task}"
+        done, _ = run(task, place, name, 3, ranks=2, training=training | TWO_RANKS)
         assert "LoRA trains" in done.err
         # The reference is the model before training: with the adapter that it starts from.
         first = records(place / name / "metrics.jsonl")[0]

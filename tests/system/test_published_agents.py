@@ -46,6 +46,7 @@ AGENTS = {
 """{block of the page, and program: (a tool, by which the main conversation is known, turns)}"""
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("name", AGENTS)
 def test_a_published_agent_finishes(name: str, tmp_path: Path) -> None:

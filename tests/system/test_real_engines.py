@@ -22,7 +22,7 @@ from megarl.rollout.config import EngineConfig
 
 @pytest.mark.real
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
+@pytest.mark.parametrize("name", ["smollm2", pytest.param("gemma3", marks=pytest.mark.nightly)])
 def test_an_engine_scores_real_text_as_transformers_does(name: str) -> None:
     """Gemma's text is longer than its windows. The engine begins with other weights.
 

@@ -18,7 +18,7 @@ def test_a_model_type_without_a_table_trains(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", kind="olmo2", tied=True, biases=True)
     tree = tiny_run(tmp_path, model, 2)
     tree["training"] |= {"zero_stage": 3}
-    done = megarl("train", write_recipe(tmp_path / "recipe.yaml", tree), ranks=2)
+    done = megarl("run", write_recipe(tmp_path / "recipe.yaml", tree), ranks=2)
     assert done.code == 0, done.err[-4000:]
     steps = [row for row in records(tmp_path / "run" / "metrics.jsonl") if "loss" in row]
     assert len(steps) == 2
@@ -27,6 +27,6 @@ def test_a_model_type_without_a_table_trains(tmp_path: Path) -> None:
 
 def test_a_model_that_cannot_be_sent_is_refused(tmp_path: Path) -> None:
     tree = tiny_run(tmp_path, write_model(tmp_path / "model", kind="phi"), 2)
-    done = megarl("train", write_recipe(tmp_path / "recipe.yaml", tree), "--check")
+    done = megarl("run", write_recipe(tmp_path / "recipe.yaml", tree), "--check")
     assert done.code == 2
     assert "cannot be sent to engines: vLLM's loader computes" in done.err

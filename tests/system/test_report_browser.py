@@ -336,6 +336,7 @@ def test_the_script_draws_what_it_is_given(run: Path) -> None:
     assert float(last[1]) == pytest.approx(1000 * (1 - accuracy), abs=0.1)
 
 
+@pytest.mark.nightly
 @with_browser
 def test_in_a_browser(run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     told = browse(run, tmp_path_factory.mktemp("profile"), [390, 820, 1280])
@@ -403,6 +404,7 @@ def test_the_script_draws_more_values_than_a_call_has_arguments(compared: Path) 
     assert len(drawn_by_node(page)["Accuracy: rollouts"]["legend"]) == 4000
 
 
+@pytest.mark.nightly
 @with_browser
 def test_a_comparison_in_a_browser(
     compared: Path, tmp_path_factory: pytest.TempPathFactory

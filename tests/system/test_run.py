@@ -36,7 +36,7 @@ def done(place: Path) -> Done:
     """One run, looked at by several tests."""
     model = write_model(place / "model")
     (model / "generation_config.json").write_text(GENERATION)
-    finished = megarl("train", write_recipe(place / "recipe.yaml", tiny_run(place, model, STEPS)))
+    finished = megarl("run", write_recipe(place / "recipe.yaml", tiny_run(place, model, STEPS)))
     assert finished.code == 0, finished.err[-4000:]
     return finished
 
@@ -142,12 +142,12 @@ def test_evaluating_the_checkpoint_repeats_the_runs_own_evaluation(done: Done, p
 
 
 def test_resuming_a_finished_run_says_so_and_starts_nothing(done: Done, place: Path) -> None:
-    finished = megarl("train", str(place / "recipe.yaml"), "--resume", "True")
+    finished = megarl("run", str(place / "recipe.yaml"), "--resume", "True")
     assert finished.code == 0, finished.err[-4000:]
     assert "the run is finished" in finished.err and "raise steps" in finished.err
     assert "Ray:" not in finished.err and "engines" not in finished.err
     assert json.loads(finished.out)["steps"] == STEPS
-    checked = megarl("train", str(place / "recipe.yaml"), "--resume", "True", "--check")
+    checked = megarl("run", str(place / "recipe.yaml"), "--resume", "True", "--check")
     assert checked.code == 0
     assert f"a run that is finished, at step {STEPS} of {STEPS}" in checked.err.splitlines()[-1]
     assert f"{STEPS} of {STEPS} steps trained: finished" in megarl("status", str(place / "run")).out
@@ -190,7 +190,7 @@ def test_a_resume_with_a_wrong_file_is_refused_before_engines_start(
     before = path.read_bytes()
     arguments = ["--folder", str(folder), "--steps", str(STEPS + 2), "--resume", "auto"]
     arguments += ["--check"] if kind == "metrics" else []
-    finished = megarl("train", str(place / "recipe.yaml"), *arguments)
+    finished = megarl("run", str(place / "recipe.yaml"), *arguments)
     assert finished.code == 2 and finished.out == ""
     (said,) = [line for line in finished.err.splitlines() if name in line]
     assert wanted in said and str(path) in said and fix in said
@@ -216,9 +216,7 @@ def test_resume_passes_over_damage_and_repeats_the_run_bit_by_bit(done: Done, pl
     newest = again / "checkpoints" / "step_000004"
     victim = newest / "model" / "model.safetensors"
     victim.write_bytes(victim.read_bytes()[:-100])
-    finished = megarl(
-        "train", str(place / "recipe.yaml"), "--folder", str(again), "--resume", "True"
-    )
+    finished = megarl("run", str(place / "recipe.yaml"), "--folder", str(again), "--resume", "True")
     assert finished.code == 0, finished.err[-4000:]
     assert "passing over checkpoint" in finished.err
     assert "model.safetensors is damaged" in finished.err
@@ -240,13 +238,15 @@ def test_resume_passes_over_damage_and_repeats_the_run_bit_by_bit(done: Done, pl
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.nightly
 def test_colocated_engines_that_take_turns_change_nothing(done: Done, place: Path) -> None:
     arguments = ["--folder", str(place / "turns"), "--rollout.placement", "colocated"]
-    finished = megarl("train", str(place / "recipe.yaml"), *arguments)
+    finished = megarl("run", str(place / "recipe.yaml"), *arguments)
     assert finished.code == 0, finished.err[-4000:]
     assert_same_steps(*(records(place / name / "metrics.jsonl") for name in ("run", "turns")))
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_under_another_layout(done: Done, place: Path) -> None:
     """One rank's step 2 on two tensor ranks under ZeRO 1: the state is read there, and steps 3
     and 4 are what one rank made of them.
@@ -256,7 +256,7 @@ def test_a_run_goes_on_under_another_layout(done: Done, place: Path) -> None:
     shutil.copytree(place / "run" / "checkpoints" / "step_000002", moved / "step_000002")
     arguments = ["--folder", str(moved.parent), "--resume", "auto"]
     arguments += ["--training.layout.tensor", "2", "--training.zero_stage", "1"]
-    finished = megarl("train", str(place / "recipe.yaml"), *arguments, ranks=2)
+    finished = megarl("run", str(place / "recipe.yaml"), *arguments, ranks=2)
     assert finished.code == 0, finished.err[-4000:]
     assert finished.err.count("was written under") == 1
     assert sorted(path.name for path in moved.iterdir()) == ["step_000002", "step_000004"]
@@ -272,7 +272,7 @@ def test_a_run_goes_on_under_another_layout(done: Done, place: Path) -> None:
 def test_resuming_another_model_is_refused_with_the_reason(done: Done, place: Path) -> None:
     other = write_model(place / "other", intermediate_size=64)
     finished = megarl(
-        "train", str(place / "recipe.yaml"), "--model.path", str(other), "--resume", "True"
+        "run", str(place / "recipe.yaml"), "--model.path", str(other), "--resume", "True"
     )
     assert finished.code == 2 and "of another model" in finished.err
     assert "Traceback" not in finished.err

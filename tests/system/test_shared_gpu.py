@@ -82,7 +82,7 @@ def test_taking_turns(
 ) -> None:
     path = recipe(tmp_path, transport, stage, gpu=gpu, offload=offload, compiled=compiled)
     hidden = {} if gpu else HIDDEN
-    rows = check(megarl("train", path, timeout_s=300, **hidden), tmp_path, gpu)
+    rows = check(megarl("run", path, timeout_s=300, **hidden), tmp_path, gpu)
     assert [row["publish/replaced"] for row in rows] == [0] * STEPS
 
 
@@ -90,7 +90,7 @@ def test_taking_turns(
 def test_an_engine_that_dies_in_its_turn(tmp_path: Path, gpu: bool) -> None:
     """It is killed while it receives a version; another takes its turn."""
     path = recipe(tmp_path, "shared_memory", 2, gpu=gpu)
-    command = [sys.executable, "-c", KILLER, "train", path]
+    command = [sys.executable, "-c", KILLER, "run", path]
     process, mark = start(command, VICTIM="engine", **({} if gpu else HIDDEN))
     done = finish(process, mark, 400)
     assert "was lost while it received version 2" in done.err, done.err[-4000:]

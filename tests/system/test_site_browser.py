@@ -101,6 +101,7 @@ def served(folder: Path) -> Iterator[tuple[str, queue.Queue[Any]]]:
         server.shutdown()
 
 
+@pytest.mark.nightly
 @with_browser
 @pytest.mark.skipif(
     importlib.util.find_spec("material") is None,

@@ -24,7 +24,7 @@ from support.tiny import write_model
 
 from megarl.activity.files import read_traces
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(1200)]
 LAST = 10**6
 """Steps of a run that something else ends."""
 ROOT = Path(__file__).resolve().parents[2]

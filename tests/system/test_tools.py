@@ -144,6 +144,7 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
+@pytest.mark.nightly
 def test_long_context() -> None:
     heads, kv_heads, width, tokens = 4, 2, 16, 1024
     sizes = f"--tokens {tokens} --heads {heads} --kv-heads {kv_heads} --width {width} --sizes 1,2"
@@ -241,6 +242,7 @@ def test_the_reward_service_loses_nothing() -> None:
     assert found["status_of_wrong_and_missing_token"] == [401, 401]
 
 
+@pytest.mark.nightly
 def test_bench_overhead() -> None:
     """A run in which engine and trainer overlap, its parts on its batches, and both at once."""
     found = run("overhead --limits 6 --groups 2 --rounds 1 --steps 1 --kinds overlapped")

@@ -63,7 +63,7 @@ def recipe_of(folder: Path, **changes: Any) -> dict[str, Any]:
 
 def test_a_run_of_several_turns(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path / "recipe.yaml", recipe_of(tmp_path))
-    done = megarl("train", recipe)
+    done = megarl("run", recipe)
     assert done.code == 0, done.err[-3000:]
     steps = records(tmp_path / "run" / "metrics.jsonl")
     groups = records(tmp_path / "run" / "transcripts.jsonl")

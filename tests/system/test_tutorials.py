@@ -64,6 +64,7 @@ def prepare(work: Path, home: Path) -> None:
         ])  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("page", SMALLER)

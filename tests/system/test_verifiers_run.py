@@ -25,7 +25,7 @@ def test_rewards_are_those_of_the_environment(tmp_path: Path) -> None:
     tree["observe"] = {"transcripts_per_step": 4}
     tree.pop("evaluation")
     path = f"{ROOT}:{tmp_path}"
-    done = megarl("train", write_recipe(tmp_path / "recipe.yaml", tree), PYTHONPATH=path)
+    done = megarl("run", write_recipe(tmp_path / "recipe.yaml", tree), PYTHONPATH=path)
     assert done.code == 0, done.err[-3000:]
     groups = records(tmp_path / "run" / "transcripts.jsonl")
     found = [(group, one) for group in groups for one in group["rollouts"]]

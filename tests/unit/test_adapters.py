@@ -228,15 +228,12 @@ def test_problems_are_the_same_again_and_those_of_another_seed_differ() -> None:
 
 
 @needs("reasoning_gym")
-@pytest.mark.parametrize(
-    ("name", "arguments", "said"),
-    [
-        ("chain_sums", {}, "Dataset 'chain_sums' not registered; set the name and settings of a"),
-        ("chain_sum", {"terms": 3}, "unexpected keyword argument 'terms'"),
-        ("chain_sum", {"min_terms": -3}, "min_terms must be positive"),
-        ("chain_sum", {"size": 0}, "size must be positive"),
-    ],
-)
+@pytest.mark.parametrize(("name", "arguments", "said"), [
+    ("chain_sums", {}, "Dataset 'chain_sums' not registered; set the name and settings of a"),
+    ("chain_sum", {"terms": 3}, "unexpected keyword argument 'terms'"),
+    ("chain_sum", {"min_terms": -3}, "min_terms must be positive"),
+    ("chain_sum", {"size": 0}, "size must be positive"),
+])  # fmt: skip
 def test_a_data_set_that_cannot_be_made_is_one_error(
     name: str, arguments: dict[str, Any], said: str
 ) -> None:
@@ -412,18 +409,15 @@ def test_an_environment_of_texts_is_played_as_it_is(
     assert (told.text, told.reward, last) == ("no: what?", 5 / 8, len(word) / 8)
 
 
-@pytest.mark.parametrize(
-    ("source", "arguments", "said"),
-    [
-        ("gymnasium:CartPole-v1", {}, "observations are ndarray, not texts, and its render_mode"),
-        ("gymnasium:Pendulum-v1", {}, "its actions are Box"),
-        ("gymnasium:FrozenLake-v1", {"actions": ["up"]}, "has 1 words for 4 actions"),
-        ("gymnasium:Nowhere-v1", {}, "doesn't exist"),
-        ("textarena:TicTacToe-v0", {}, "number of players has to be 2"),
-        ("textarena:Nothing-v0", {}, "not found in registry"),
-        ("textarena:GuessTheNumber-v0", {"size": -1}, "arguments.size is -1; set it to a whole"),
-    ],
-)
+@pytest.mark.parametrize(("source", "arguments", "said"), [
+    ("gymnasium:CartPole-v1", {}, "observations are ndarray, not texts, and its render_mode"),
+    ("gymnasium:Pendulum-v1", {}, "its actions are Box"),
+    ("gymnasium:FrozenLake-v1", {"actions": ["up"]}, "has 1 words for 4 actions"),
+    ("gymnasium:Nowhere-v1", {}, "doesn't exist"),
+    ("textarena:TicTacToe-v0", {}, "number of players has to be 2"),
+    ("textarena:Nothing-v0", {}, "not found in registry"),
+    ("textarena:GuessTheNumber-v0", {"size": -1}, "arguments.size is -1; set it to a whole"),
+])  # fmt: skip
 def test_an_environment_that_cannot_be_played_is_one_error(
     source: str, arguments: dict[str, Any], said: str
 ) -> None:

@@ -56,7 +56,7 @@ if told:
     sys.exit(130)
 print(json.dumps({"steps": done}))
 """
-"""What takes the place of `megarl train`: its last word is the recipe."""
+"""What takes the place of `task: rl`: its last word is the recipe."""
 PYTHON = """#!/bin/sh
 [ "$1" != -m ] || exec {python} {file} "$@"
 exec {python} "$@"
@@ -68,6 +68,7 @@ ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "größer", "answer": "3"}
 def recipe(folder: Path, **changes: Any) -> dict[str, Any]:
     """The dicts of a recipe."""
     return {
+        "task": "rl",
         "folder": str(folder / "run"),
         "steps": 3,
         "model": {"path": "nowhere"},
@@ -324,7 +325,8 @@ def test_engines_of_other_settings_are_refused(tmp_path: Path, rays: Path) -> No
         alike = {"training__optimizer__learning_rate": 1.0, "seed": 3, "algorithm": "gspo"}
         Trainer(recipe(tmp_path), engines=engines, reward=lambda prompt, response: 1.0, **alike)
         sft = {"model": {"path": "nowhere"}, "folder": "x", "demonstrations": {"source": "x"}}
-        with pytest.raises(ValueError, match="megarl sft has no engines; leave it out"):
+        sft["task"] = "sft"
+        with pytest.raises(ValueError, match="task: sft has no engines; leave it out"):
             Trainer(sft, engines=engines)
     with pytest.raises(ValueError, match="no room"):
         Trainer(recipe(tmp_path, model={"path": "fails"}), engines=KeptEngines()).train()
@@ -441,13 +443,13 @@ def test_rows_of_datasets_are_the_same_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("section", "kind"), [
-    ({"demonstrations": {}}, "SftConfig"),
-    ({"preferences": {}, "loss": {"method": "kto"}}, "PreferenceConfig"),
-    ({"preferences": {}, "loss": {"centering": 0.1}}, "RewardModelConfig"),
-    ({"teacher": {"model": {"path": "nowhere"}}, "prompts": {}}, "DistillConfig"),
-    ({"prompts": {}, "algorithm": "gspo"}, "RunConfig"),
+    ({"task": "sft"}, "SftConfig"),
+    ({"task": "preference"}, "PreferenceConfig"),
+    ({"task": "reward_model"}, "RewardModelConfig"),
+    ({"task": "distill", "teacher": {"model": {"path": "nowhere"}}}, "DistillConfig"),
+    ({"task": "rl", "algorithm": "gspo"}, "RunConfig"),
 ])  # fmt: skip
-def test_the_command_is_found_by_the_keys(
+def test_the_task_says_what_the_recipe_is(
     tmp_path: Path, section: dict[str, Any], kind: str
 ) -> None:
     tree = {"folder": str(tmp_path / "run"), "model": {"path": "nowhere"}} | section
@@ -459,6 +461,8 @@ def test_the_command_is_found_by_the_keys(
         assert config.dump(found).count("inputs/data-") == 1
     with pytest.raises(ValueError, match="stepz: unknown key; did you mean 'steps'"):
         Trainer(tree | {"stepz": 1}, **data)
+    with pytest.raises(ValueError, match="add a line such as `task: rl`"):
+        Trainer({name: value for name, value in tree.items() if name != "task"}, **data)
 
 
 def test_load_recipe_takes_dicts_and_paths(tmp_path: Path) -> None:

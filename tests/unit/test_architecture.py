@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.commands import ROOT, python
 
-from megarl.command_line.table import COMMANDS
+from megarl.command_line.table import COMMANDS, TASKS
 from megarl.environments.verifiers import VERIFIERS
 from megarl.lookup import AGENTS, OF_APPS, SESSIONS, SOURCES
 
@@ -36,7 +36,7 @@ LAYERS = (
 )
 """From the lowest: a package imports from its own and from lower layers only, and packages of one
 layer do not import each other."""
-ANYWHERE = {"config", "config_checks", "presets", "recipe_kind", "serve_config"}
+ANYWHERE = {"config", "config_checks", "presets", "serve_config"}
 """`megarl.config`, its parts, and every package's `config` module: importable from every package but `kernels`
 and `parallel`, since they import nothing but `limits`, `schema`, `recipe_file`, `recipe_paths` and each other."""
 APP_USES_APP = {("doctor", "verifiers"), ("gateway", "tools"), ("serve", "tune")}
@@ -199,6 +199,7 @@ def test_what_is_looked_up_exists() -> None:
     """The tables that name code as "module:function" name functions and classes that are there."""
     files = modules()
     commands = [(one.check, one.run, one.arguments) for one in COMMANDS.values()]
+    commands += [(task.check, task.run, "") for task in TASKS.values()]
     tables = (OF_APPS, SOURCES, SESSIONS, AGENTS, VERIFIERS)
     places = {place for table in tables for place in table.values()}
     places |= {place for row in commands for place in row}
@@ -297,14 +298,11 @@ def test_files_and_functions_stay_short() -> None:
     assert not long
 
 
-@pytest.mark.parametrize(
-    ("imported", "heavy"),
-    [
-        ("megarl.config, megarl.cli", "torch ray vllm deepspeed transformers"),
-        # It starts while engines and trainer ranks need the CPU.
-        ("megarl.cluster.service_process", "torch vllm deepspeed transformers"),
-    ],
-)
+@pytest.mark.parametrize(("imported", "heavy"), [
+    ("megarl.config, megarl.cli", "torch ray vllm deepspeed transformers"),
+    # It starts while engines and trainer ranks need the CPU.
+    ("megarl.cluster.service_process", "torch vllm deepspeed transformers"),
+])  # fmt: skip
 def test_what_starts_often_is_light(imported: str, heavy: str) -> None:
     code = f"import sys, {imported}; print([m for m in '{heavy}'.split() if m in sys.modules])"
     done = python("-c", code)

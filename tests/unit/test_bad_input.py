@@ -54,7 +54,7 @@ algorithm.preset: ppo, critic.warmup_steps: 9, steps: 3 -> critic.warmup_steps i
 algorithm.preset: ppo, critic.optimizer.learning_rate: 0 -> critic.optimizer.learning_rate is 0
 algorithm: {preset: ppo, loss: gspo}
     -> algorithm.preset is 'ppo' | algorithm.loss ppo_clip | algorithm.loss is gspo
-training.epochs_per_step: 2, demonstrations.source: data.jsonl, command: sft
+training.epochs_per_step: 2, demonstrations.source: data.jsonl, task: sft
     -> training.epochs_per_step is 2, which has no meaning
 algorithm.kl.coefficient: 0.1, reference.model.from_scratch: true
     -> reference.model has settings, but no path | set reference.model.path
@@ -251,14 +251,14 @@ def prepare(
     changes = yaml.safe_load("{" + text + "}")
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, PROMPTS)))
     shutil.copytree(model, folder / "model")
-    command, words = changes.pop("command", "train"), changes.pop("words", "").split()
+    command, words = changes.pop("command", "run"), changes.pop("words", "").split()
     if ranks := changes.pop("ranks", None):
         changes = RANKS | {"WORLD_SIZE": ranks} | changes
     if name := changes.pop("without", None):
         remove_tensor(folder, name)
     tree: dict[str, Any] = {"folder": str(folder / "run"), "steps": 2}
     tree["model"] = {"path": str(folder / "model")}
-    if command == "sft":
+    if changes.pop("task", "rl") == "sft":
         tree["demonstrations"] = {}
     else:
         tree["prompts"] = {"source": str(folder / "data.jsonl"), "max_prompt_tokens": 8}
@@ -299,6 +299,8 @@ def test_one_clear_error(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     changes, _, says = row.partition(" -> ")
+    if "WORLD_SIZE" not in changes:
+        monkeypatch.setenv("RANK", "0")  # in which `megarl run` starts no ranks
     arguments = prepare(tmp_path, model, changes, monkeypatch)
     was_there = (tmp_path / "run").is_dir()
     # The guard would outlive the test, and end this process at a signal that another test sends.
@@ -332,7 +334,7 @@ import json, sys
 from megarl import cli
 for words in json.loads(sys.argv[1]):
     try:
-        cli.dispatch("train", [*words, "--check"])
+        cli.plan(["run", *words, "--check"]).run()
     except BaseException as error:
         print(type(error).__name__, error)
 """
@@ -352,7 +354,7 @@ WITHOUT_TORCH = r"""
 prompts.source: nowhere.jsonl -> prompts.source nowhere.jsonl does not exist
 evaluation.prompts: {source: FOLDER/data.jsonl, prompt_column: question} -> prompt_column to one of
 prompts.answer_column: gold -> no column 'gold' | set prompts.answer_column to one of: prompt
-command: sft -> no column 'response' | set demonstrations.response_column to one of
+task: sft -> no column 'response' | set demonstrations.response_column to one of
 model.path: FOLDER/modle -> there is no such folder here | did you mean FOLDER/model?
 algorithm.kl.coefficient: 0.1, reference.model.path: runs/x y -> reference.model.path 'runs/x y'
 model.path: tests/units -> model.path 'tests/units' | 'tests' is a folder | did you mean tests/unit?
@@ -372,7 +374,7 @@ def test_files_are_looked_at_before_torch_is_imported(model: Path, tmp_path: Pat
         folder = tmp_path / str(number)
         folder.mkdir()
         calls.append(prepare(folder, model, row.partition(" -> ")[0]))
-        if row.startswith("command: sft"):
+        if row.startswith("task: sft"):
             calls[-1].append(f"--demonstrations.source={folder}/data.jsonl")
     code = """
 import json, sys
@@ -380,7 +382,7 @@ sys.modules["torch"] = sys.modules["transformers"] = None
 from megarl import cli
 for name, *words in json.loads(sys.argv[1]):
     try:
-        cli.dispatch(name, words)
+        cli.plan([name, *words]).run()
     except BaseException as error:
         print(type(error).__name__, error)
 """
@@ -396,14 +398,14 @@ for name, *words in json.loads(sys.argv[1]):
 def test_checks_load_nothing_heavy(model: Path, tmp_path: Path) -> None:
     """A recipe is judged without DeepSpeed, Ray or vLLM."""
     name, *words = [*prepare(tmp_path, model), "--check"]
-    code = f"import sys\nfrom megarl import cli\nassert cli.dispatch({name!r}, {words!r}) == 0\n"
+    code = f"import sys\nfrom megarl import cli\nassert cli.plan({[name, *words]!r}).run() == 0\n"
     code += "print([name for name in ('deepspeed', 'ray', 'vllm') if name in sys.modules])"
     done = python("-c", code)
     assert done.stdout.strip() == "[]", done.stderr
 
 
 def test_python_without_docstrings_is_refused() -> None:
-    done = python("-OO", "-m", "megarl", "train", "recipe.yaml")
+    done = python("-OO", "-m", "megarl", "run", "recipe.yaml")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "megarl: error: PYTHONOPTIMIZE=2" in done.stderr
 
@@ -413,7 +415,7 @@ def test_a_layout_is_checked_without_its_ranks(
 ) -> None:
     changes = "training.layout.tensor: 2, words: --check --ranks 8"
     name, *words = prepare(tmp_path, model, changes)
-    assert cli.dispatch(name, words) == 0
+    assert cli.plan([name, *words]).run() == 0
     assert "checked: data 4 x sequence 1 x tensor 2" in capfd.readouterr().err
 
 
@@ -422,7 +424,7 @@ def test_a_tokenizer_that_loses_characters_is_warned_about(
 ) -> None:
     changes = """/data.jsonl: ['{"prompt": "12-5=", "answer": "7"}', GOOD, GOOD, GOOD]"""
     name, *words = prepare(tmp_path, model, changes)
-    assert cli.dispatch(name, [*words, "--check"]) == 0
+    assert cli.plan([name, *words, "--check"]).run() == 0
     said = capfd.readouterr().err
     assert "megarl: warning: the tokenizer changes 25% of the prompts" in said
     assert "'12-5=' becomes '12<unk>5='" in said
@@ -435,7 +437,7 @@ def test_a_model_of_an_unreachable_hub_is_one_line(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     name, *words = prepare(tmp_path, model, "model.path: nobody/nothing")
     with pytest.raises(UserError) as caught:
-        cli.dispatch(name, words)
+        cli.plan([name, *words]).run()
     said = str(caught.value)
     assert "'nobody/nothing' is not on this machine and the Hugging Face hub did not answer" in said
     assert len(said) < 1000 and "\n" not in said
@@ -452,10 +454,10 @@ def test_evaluating_needs_no_table(model: Path, tmp_path: Path) -> None:
     _, *words = [*prepare(tmp_path, model, changes), "--check"]
     config = AutoConfig.from_pretrained(tmp_path / "model")
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    assert cli.dispatch("eval", words) == 0
+    assert cli.plan(["eval", *words]).run() == 0
     remove_tensor(tmp_path, "model.norm.weight")
     with pytest.raises(cli.UserError, match=r"no tensor model.norm.weight"):
-        cli.dispatch("eval", words)
+        cli.plan(["eval", *words]).run()
 
 
 def test_port_taken() -> None:

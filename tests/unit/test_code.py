@@ -450,20 +450,17 @@ def test_values_travel_unchanged() -> None:
     assert decode(encode([thing], keep), kept.__getitem__) == [thing]
 
 
-@pytest.mark.parametrize(
-    ("found", "expected", "same"),
-    [
-        ("1 2\n", "1 2", True), ("1 2 \n\n", "1 2\n", True), ("1  2", "1 2", True), ("1.50", "1.5", True),
-        ("1e3", "1000.0", True), ("1", "1.0", True), ("01", "1", False), ("01", "1.0", False),
-        ("101", "00101", False), ("-007", "-7", False), ("+5", "5", True), ("00", "0", False), ("00101", "00101", True),
-        ("1 01", "1  01", True), ("00.50", "0.5", True), ("1", "1e0", True), ("0", "0.0", True),
-        ("a 1.0", "a 1", True), ("", "", True),
-        ("\n", "", True), ("1\r\n2", "1\n2", True), ("-0", "0", True), ("100000000000000000001", "100000000000000000000", False),
-        ("1\n2", "1 2", False), ("a  b", "a b", False), (" a", "a", False), ("1.0001", "1", False),
-        ("１２", "12", False), ("٣", "3", False), ("1\u3000 2", "1 2", False), ("1\x1f2", "1 2", False), ("3\xa0", "3", False),
-        ("\x1c\n", "", False), ("nan", "nan", True), ("a", "A", False), ("1", "1 1", False), ("", "0", False), ("0.1", "0.10000001", False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("found", "expected", "same"), [
+    ("1 2\n", "1 2", True), ("1 2 \n\n", "1 2\n", True), ("1  2", "1 2", True), ("1.50", "1.5", True),
+    ("1e3", "1000.0", True), ("1", "1.0", True), ("01", "1", False), ("01", "1.0", False),
+    ("101", "00101", False), ("-007", "-7", False), ("+5", "5", True), ("00", "0", False), ("00101", "00101", True),
+    ("1 01", "1  01", True), ("00.50", "0.5", True), ("1", "1e0", True), ("0", "0.0", True),
+    ("a 1.0", "a 1", True), ("", "", True),
+    ("\n", "", True), ("1\r\n2", "1\n2", True), ("-0", "0", True), ("100000000000000000001", "100000000000000000000", False),
+    ("1\n2", "1 2", False), ("a  b", "a b", False), (" a", "a", False), ("1.0001", "1", False),
+    ("１２", "12", False), ("٣", "3", False), ("1\u3000 2", "1 2", False), ("1\x1f2", "1 2", False), ("3\xa0", "3", False),
+    ("\x1c\n", "", False), ("nan", "nan", True), ("a", "A", False), ("1", "1 1", False), ("", "0", False), ("0.1", "0.10000001", False),
+])  # fmt: skip
 def test_outputs_are_compared(found: str, expected: str, same: bool) -> None:
     assert same_output(found, expected) == same
 
@@ -610,17 +607,14 @@ def test_a_program_does_not_answer_for_helpers(verify: Verify, names: str) -> No
         verify(row, LAX)
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"test_list": ["assert compare(f(1), 2)"], "test_setup_code": "from operator import eq as compare"},
-        {"test_list": ["assert isclose(f(1), 2)"], "test_imports": ["from math import *"]},
-        {"test_list": ["assert compare(f(1)) == 2"], "test_setup_code": "def compare(x): return x"},
-        {"test_list": ["assert compare(f(1), 2)"], "entry_point": "f, compare"},
-        {"test_list": ["assert f([Pair(1, 2)]) == 2", "assert f(pairs=[Pair(1, 2)]) == 2"]},
-        {"test_list": ["assert f(n := 1) == 2", "assert [f(n) for n in (1,)] == [2]"]},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("row", [
+    {"test_list": ["assert compare(f(1), 2)"], "test_setup_code": "from operator import eq as compare"},
+    {"test_list": ["assert isclose(f(1), 2)"], "test_imports": ["from math import *"]},
+    {"test_list": ["assert compare(f(1)) == 2"], "test_setup_code": "def compare(x): return x"},
+    {"test_list": ["assert compare(f(1), 2)"], "entry_point": "f, compare"},
+    {"test_list": ["assert f([Pair(1, 2)]) == 2", "assert f(pairs=[Pair(1, 2)]) == 2"]},
+    {"test_list": ["assert f(n := 1) == 2", "assert [f(n) for n in (1,)] == [2]"]},
+])  # fmt: skip
 def test_names_of_tests_that_are_clear(verify: Verify, row: dict[str, Any]) -> None:
     program = "Pair = lambda *_: 0\ndef f(*_, **__): return 2\ndef compare(a, b): return a == b"
     assert verify(row, program).reward == 1.0

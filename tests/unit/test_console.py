@@ -233,12 +233,11 @@ def waiting(folder: Path, arguments: Sequence[str], module: str) -> subprocess.P
 
 
 RECIPES = {
-    "train": "grpo", "distill": "distill", "sft": "quickstart_sft", "preference": "dpo",
-    "reward-model": "reward_model", "eval": "grpo", "sample": "sample", "rollout": "grpo",
-    "serve-reward": "serve_reward", "launch": "grpo", "run": "grpo",
+    "run": "grpo", "eval": "grpo", "sample": "sample", "rollout": "grpo",
+    "serve-reward": "serve_reward",
 }  # fmt: skip
 """{command: a recipe for it}"""
-THOROUGH = ("train", "eval", "launch")
+THOROUGH = ("run", "eval")
 ENDS = [
     *itertools.product(THOROUGH, signals.SIGNALS),
     *zip(sorted(set(cli.COMMANDS) - {*THOROUGH}), itertools.cycle(signals.SIGNALS)),
@@ -367,7 +366,7 @@ def test_a_folder_is_taken_by_a_run_that_made_a_step(tmp_path: Path) -> None:
         check_folder(str(tmp_path), resume=False)
 
 
-COMMANDS = {"train --help all": 0, "train {recipe} --print-config": 0, "report {folder}": 2}
+COMMANDS = {"run --help all": 0, "run {recipe} --print-config": 0, "report {folder}": 2}
 
 
 @pytest.mark.parametrize("line", COMMANDS)
@@ -391,9 +390,9 @@ def test_a_command_whose_output_goes_nowhere(line: str, where: str, tmp_path: Pa
 def test_output_is_utf8_in_any_locale(settings: dict[str, str], tmp_path: Path) -> None:
     """A recipe that is printed to a file is read again."""
     recipe = tmp_path / "rezept.yaml"
-    text = "folder: läufe\nmodel: {path: modèl}\nprompts: {source: \N{SNOWMAN}.jsonl}\n"
+    text = "task: rl\nfolder: läufe\nmodel: {path: modèl}\nprompts: {source: \N{SNOWMAN}.jsonl}\n"
     recipe.write_text(text, encoding="utf-8")
-    words = ["-m", "megarl", "train", str(recipe)]
+    words = ["-m", "megarl", "run", str(recipe)]
     bytes_in = {"text": False, "env": os.environ | settings}
     done: Any = python(*words, "--print-config", **bytes_in)
     assert done.returncode == 0, done.stderr
@@ -417,12 +416,12 @@ def test_files_are_utf8_in_any_locale(tmp_path: Path) -> None:
         encoding="utf-8",
     )
     (tmp_path / "rezept.yaml").write_text(
-        f"folder: {tmp_path}/läufe\nmodel: {{path: modèl}}\n"
+        f"task: rl\nfolder: {tmp_path}/läufe\nmodel: {{path: modèl}}\n"
         "prompts: {source: größen.jsonl}\nenvironment: {verifier: 'prüfer.py:score'}\n"
         "rollout: {max_new_tokens: 8, stop: [日本]}\n",
         encoding="utf-8",
     )
-    words = ["-m", "megarl", "train", str(tmp_path / "rezept.yaml"), "--check"]
+    words = ["-m", "megarl", "run", str(tmp_path / "rezept.yaml"), "--check"]
     settings = os.environ | {"LC_ALL": "POSIX", "PYTHONUTF8": "0"}
     done: Any = python(*words, text=False, env=settings)
     assert done.returncode == 0, done.stderr.decode()

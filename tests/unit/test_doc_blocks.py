@@ -28,10 +28,9 @@ from support.commands import ROOT
 from support.documented import PAGES, Block, blocks_of
 
 from megarl import cli, config
-from megarl.apps.launch import launch_plan, run_words
 from megarl.command_line.table import COMMANDS
+from megarl.command_line.words import parse, refuse_unknown
 from megarl.errors import UserError
-from megarl.recipe_kind import recipe_kind
 
 EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 LANGUAGES = ("", "bash", "js", "json", "python", "yaml")
@@ -72,7 +71,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "SLURM_JOB_ID", "CUDA_VISIBLE_DEVICES", "MEGARL_DEVICE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(run_words, "driver_gpus", list)
     return tmp_path
 
 
@@ -81,16 +79,23 @@ def where(block: Block) -> str:
 
 
 def resolved(text: str) -> config.Config:
-    """A recipe or a part of one, with all checks that need no data and no model."""
+    """A recipe or a part of one, with all checks that need no data and no model. A part without
+    `task` is one of the first task that accepts it.
+    """
     Path("block.yaml").write_text(text or "{}")
-    tree = config.written_tree("block.yaml")
-    kind: type[config.Config] = recipe_kind(tree)
-    if config.unknown_keys(kind, tree) and not config.unknown_keys(config.ServeRewardConfig, tree):
-        kind = config.ServeRewardConfig
-    for section, usual in USUAL.items():
-        if section in kind.model_fields and "sources" not in (found := tree.get(section, {})):
-            tree[section] = usual | found if isinstance(usual, dict) else found or usual
-    return config.from_tree(kind, tree, where="the block")
+    tree, errors = config.written_tree("block.yaml"), list[ValueError]()
+    kinds = [config.task_class(tree, "the block")] if "task" in tree else []
+    for kind in kinds or [*config.TASKS.values(), config.ServeRewardConfig]:
+        whole = dict(tree)
+        for section, usual in USUAL.items():
+            given = tree.get(section, {})
+            if section in kind.model_fields and "sources" not in given:
+                whole[section] = usual | given if isinstance(usual, dict) else given or usual
+        try:
+            return config.from_tree(kind, whole, where="the block")
+        except ValueError as error:
+            errors.append(error)
+    raise errors[0]
 
 
 @EACH_PAGE
@@ -214,8 +219,8 @@ def read_file_of_tools(words: list[str], recipe: str) -> str:
         named = re.search(r"run_recipe (launch/\S+)", text)
         assert named
         if rest[:1] == ["--recipe"]:
-            return read_megarl(["launch", *rest[1:]], recipe)
-        return read_megarl(["launch", named[1], *rest], recipe)
+            return read_megarl(["run", *rest[1:]], recipe)
+        return read_megarl(["run", named[1], *rest], recipe)
     if file == "tests/run_gpu.sh":
         if "--python" in rest:
             at = rest.index("--python")
@@ -257,23 +262,20 @@ def read_megarl(words: list[str], recipe: str) -> str:
         if path.suffix == ".yaml" and not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(config.dump(resolved(recipe)))
-    if cli.told(words) is not None:
+    if cli.help_page(words) is not None:
         return ""
-    name, *rest = cli.words_of_command(words)
-    if name == "launch":
-        options = launch_plan.parse_options(rest)
-        rest = [str(options.recipe), *options.overrides]
-        name = config.COMMANDS[recipe_kind(config.written_tree(rest[0]), rest[1:])]
-    elif name == "torchrun":
-        with parsing(), pytest.raises(Parsed):
-            cli.dispatch(name, rest)
-        start = min(rest.index(one) for one in COMMANDS if one in rest)
-        return read_megarl(rest[start:], recipe)
-    if COMMANDS[name].config:
-        cli.dispatch(name, [*rest, "--print-config"])
+    name, *rest = words
+    command = COMMANDS[name]
+    if kinds := command.kinds():
+        refuse_unknown(name, rest)
+        options = parse(name, rest)
+        if command.arguments:
+            cli.load(command.arguments)(options)
+        kind = kinds.get("") or cli.recipe_class(name, options.recipe)
+        config.read(kind, options.recipe, options.overrides)
         return needed_by(rest[0], words)
     with parsing(), pytest.raises(Parsed):
-        cli.dispatch(name, rest)
+        cli.plan(words).run()
     return ""
 
 

@@ -204,13 +204,10 @@ def torch_wheel(folder: Path, version: str, cuda: str | None) -> None:
             wheel.writestr(name, text)
 
 
-@pytest.mark.parametrize(
-    ("build", "cuda", "said"),
-    [
-        ("+cpu", None, "torch 2.13.0+cpu is built for CUDA None, not 13.0; it came from UV_"),
-        ("", "13.0", "pip install setuptools==78.1.1 wheel"),
-    ],
-)
+@pytest.mark.parametrize(("build", "cuda", "said"), [
+    ("+cpu", None, "torch 2.13.0+cpu is built for CUDA None, not 13.0; it came from UV_"),
+    ("", "13.0", "pip install setuptools==78.1.1 wheel"),
+])  # fmt: skip
 def test_a_torch_for_another_cuda_is_refused_before_all_else_is_installed(
     build: str, cuda: str | None, said: str, tmp_path: Path
 ) -> None:

@@ -99,7 +99,7 @@ def test_what_is_no_file_or_folder_is_refused_by_every_door(tmp_path: Path, kind
             check_writable(str(run), setting="folder")
         for command in ("status", "report", "ledger"):
             with pytest.raises(UserError, match=name):
-                cli.dispatch(command, [str(run)])
+                cli.plan([command, str(run)]).run()
         path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
         aside.rename(path)
     refuse_unfit(run)

@@ -20,7 +20,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("fuzz") / "model")
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(one, marks=pytest.mark.nightly) for one in range(1, PARTS))]
+)
 def test_one_clear_line_or_a_right_pass(part: int, model: Path, tmp_path: Path) -> None:
     faults, refused = [], 0
     for number in range(part, CASES, PARTS):

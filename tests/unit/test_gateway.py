@@ -190,52 +190,6 @@ def test_histories_that_are_changed(codec: Codec, tmp_path: Path) -> None:
     assert [follows for follows, _ in found.parts[::2]] == [-1, 1, 1, 0, 0, -1, -1, -1]
 
 
-def test_streams_and_other_forms(codec: Codec, tmp_path: Path) -> None:
-    async def talk(url: str, key: str) -> float:
-        async with client(url, key) as api:
-            text, calls = "", ""
-            async for chunk in await api.chat.completions.create(
-                model="policy",
-                messages=ASKED,
-                tools=[TOOL],
-                stream=True,
-                stream_options={"include_usage": True},
-            ):
-                for choice in chunk.choices:
-                    text += choice.delta.content or ""
-                    for call in choice.delta.tool_calls or ():
-                        assert call.function is not None
-                        calls += call.function.arguments or ""
-            assert (text, calls) == ("", '{"a": 3}')
-            plain = await api.completions.create(model="policy", prompt="1+", max_tokens=3)
-            assert plain.choices[0].text == "2" and plain.usage is not None
-            async for part in await api.completions.create(
-                model="policy", prompt="1+", stream=True
-            ):
-                text += part.choices[0].text
-            assert text == "2 more"
-            made = await api.responses.create(model="policy", input="1+2", instructions="sum")
-            assert made.output_text == "3" and made.usage is not None
-            function: Any = {"type": "function", "strict": False, **TOOL["function"]}
-            chat: Any = [{"role": "user", "content": "1+2"}]
-            async with api.responses.stream(model="policy", input=chat, tools=[function]) as events:
-                async for _ in events:
-                    pass
-                (item,) = (await events.get_final_response()).output
-            assert item.type == "function_call" and item.arguments == '{"a": 3}'
-            result = {"type": "function_call_output", "call_id": item.call_id, "output": "3"}
-            chat += [item.model_dump(exclude_none=True), result]
-            made = await api.responses.create(model="policy", input=chat, tools=[function])
-            assert made.output_text == "done"
-            return 1.0
-
-    says = [CALL, "2", "2 more", "3", CALL, "done"]
-    found = played(codec, tmp_path, [f"{one}{END}" for one in says], talk)
-    assert found.answer["reward"] == 1.0
-    assert found.read[3].startswith("<|im_start|>system sum<|im_end|>")
-    assert found.read[5].startswith(found.read[4] + CALL + END)  # the tokens of the call are kept
-
-
 def test_anthropic(codec: Codec, tmp_path: Path) -> None:
     tool: Any = {"name": "add", "input_schema": TOOL["function"]["parameters"]}
 
@@ -270,53 +224,6 @@ def test_anthropic(codec: Codec, tmp_path: Path) -> None:
     said = [CALL + END, "three" + END, "four -", "five" + END]
     found = played(codec, tmp_path, said, talk)
     assert found.answer["reward"] == 1.0 and found.read[1].startswith(found.read[0] + CALL + END)
-
-
-REFUSED: list[tuple[dict[str, Any], int, str]] = [
-    ({"model": "gpt"}, 404, "does not exist; ask for `policy`"),
-    ({"stop": ["x", ""]}, 400, "`stop` has 2 texts, 1 of them empty"),
-    ({"logprobs": True}, 400, "`logprobs` is not supported"),
-    ({"response_format": {"type": "json_object"}}, 400, "`response_format` is not supported"),
-    ({"tools": [TOOL], "tool_choice": "required"}, 400, "`tool_choice` is 'required'"),
-    ({"frequency_penalty": 0.5}, 400, "`frequency_penalty` is not supported"),
-    ({"n": 1000}, 400, "`n` is 1000"),
-    ({"max_tokens": 0}, 400, "`max_tokens` is 0"),
-    ({"messages": []}, 400, "`messages` is empty"),
-    ({"messages": "hello"}, 400, "messages"),
-    ({"messages": [{"role": "user", "content": "x" * 500}]}, 400, "maximum context length is 400"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
-]
-
-
-def test_what_is_refused(codec: Codec, tmp_path: Path) -> None:
-    async def talk(url: str, key: str) -> float:
-        async with client(url, key) as api:
-            for change, status, said in REFUSED:
-                asked: Any = {"model": "policy", "messages": ASKED, "temperature": 0.0} | change
-                with pytest.raises(openai.APIStatusError) as raised:
-                    await api.chat.completions.create(**asked)
-                assert raised.value.status_code == status, change
-                assert said in str(raised.value.message), (change, raised.value.message)
-            assert [one.id async for one in api.models.list()] == ["policy"]
-            with pytest.raises(openai.NotFoundError, match="there is no POST /v1/embeddings"):
-                await api.embeddings.create(model="policy", input="x")
-        for other in ("", "sk-1", "megarl-" + "x" * 32):
-            async with client(url, other or "none") as api:
-                with pytest.raises(openai.AuthenticationError):
-                    await api.chat.completions.create(model="policy", messages=ASKED)
-        async with httpx.AsyncClient() as web:
-            where = f"{url}/v1/chat/completions"
-            head = {"authorization": f"Bearer {key}"}
-            assert (await web.post(where, content=b"{", headers=head)).status_code == 400
-            assert (await web.post(where, json=[1], headers=head)).status_code == 400
-            assert (await web.post(where, json={})).status_code == 401
-            answer = await web.post(
-                where, headers=head, json={"model": "policy", "messages": ASKED}
-            )
-            assert answer.status_code == 200
-        return 1.0
-
-    assert played(codec, tmp_path, ["3" + END], talk).answer["reward"] == 1.0
 
 
 def test_stop_texts(codec: Codec, tmp_path: Path) -> None:
@@ -531,18 +438,15 @@ async def closes_unread(url: str, key: str) -> str:
     return "?"
 
 
-@pytest.mark.parametrize(
-    ("talk", "answer", "calls", "untrained"),
-    [
-        (sdk, "one", 1, []),
-        (by_hand, "one", 1, []),
-        (stream_fails, "one", 1, []),
-        (streams, "one", 1, []),
-        (at_once, "one two", 2, []),
-        (gives_up, "?", 1, [1]),
-        (closes_unread, "?", 1, [1]),
-    ],
-)
+@pytest.mark.parametrize(("talk", "answer", "calls", "untrained"), [
+    (sdk, "one", 1, []),
+    (by_hand, "one", 1, []),
+    (stream_fails, "one", 1, []),
+    (streams, "one", 1, []),
+    (at_once, "one two", 2, []),
+    (gives_up, "?", 1, [1]),
+    (closes_unread, "?", 1, [1]),
+])  # fmt: skip
 def test_each_call_is_answered_once(
     codec: Codec, tmp_path: Path, talk: Talk, answer: str, calls: int, untrained: list[int]
 ) -> None:
@@ -554,15 +458,12 @@ def test_each_call_is_answered_once(
     assert found.answer.metrics["unread"] == len(untrained)
 
 
-@pytest.mark.parametrize(
-    ("chats", "answer", "untrained"),
-    [
-        (["1+2", "1+2", "1+2"], "three", [1, 3]),  # asked again
-        (["1+2", "title: 1+2"], "so one", [3]),  # a side call, which ends last
-        (["title: 1+2", "1+2"], 0.5, [1]),
-        (["1+2", "+", "3"], "three", []),  # one conversation
-    ],
-)
+@pytest.mark.parametrize(("chats", "answer", "untrained"), [
+    (["1+2", "1+2", "1+2"], "three", [1, 3]),  # asked again
+    (["1+2", "title: 1+2"], "so one", [3]),  # a side call, which ends last
+    (["title: 1+2", "1+2"], 0.5, [1]),
+    (["1+2", "+", "3"], "three", []),  # one conversation
+])  # fmt: skip
 def test_what_is_trained_of_an_agent(
     codec: Codec, tmp_path: Path, chats: list[str], answer: Any, untrained: list[int]
 ) -> None:
@@ -584,16 +485,13 @@ def test_what_is_trained_of_an_agent(
         assert told["left_out"] == len(left)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "conversations", "warning"),
-    [
-        ('{"a": 3.0}', 1.0, ""),
-        ('{"b": null, "a": 3}', 1.0, ""),
-        ('{"a":3e0,"c":null}', 1.0, ""),
-        ('{"a": 3, "b": 0}', 2.0, '"add", {"a": 3, "b": 0}'),
-        ('{"a": "3"}', 2.0, 'came back as [["add", {"a": "3"}]]'),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "conversations", "warning"), [
+    ('{"a": 3.0}', 1.0, ""),
+    ('{"b": null, "a": 3}', 1.0, ""),
+    ('{"a":3e0,"c":null}', 1.0, ""),
+    ('{"a": 3, "b": 0}', 2.0, '"add", {"a": 3, "b": 0}'),
+    ('{"a": "3"}', 2.0, 'came back as [["add", {"a": "3"}]]'),
+])  # fmt: skip
 def test_arguments_are_compared_by_value(
     codec: Codec, tmp_path: Path, arguments: str, conversations: float, warning: str
 ) -> None:
@@ -662,15 +560,12 @@ def test_what_takes_too_long_is_ended(codec: Codec, monkeypatch: pytest.MonkeyPa
         asyncio.run(forked.in_copy(lambda: 1 / 0))
 
 
-@pytest.mark.parametrize(
-    ("untrained", "kept"),
-    [
-        ([1, 5], [-1, None, None, None, None]),
-        ([1, 3, 7], [-1, None]),
-        ([5], [-1, None, 0, None, None, None]),
-        ([], [-1, None, 0, None, -1, None, 3, None]),
-    ],
-)
+@pytest.mark.parametrize(("untrained", "kept"), [
+    ([1, 5], [-1, None, None, None, None]),
+    ([1, 3, 7], [-1, None]),
+    ([5], [-1, None, 0, None, None, None]),
+    ([], [-1, None, 0, None, -1, None, 3, None]),
+])  # fmt: skip
 def test_the_part_that_is_trained(untrained: list[int], kept: list[int | None]) -> None:
     """Two answers to one call, a conversation of its own, and one that goes on behind segment 3."""
     segments = [

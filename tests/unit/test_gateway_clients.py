@@ -129,6 +129,7 @@ async def test_streams_are_the_answers(codec: Codec, tmp_path: Path, says: str) 
             response = await events.get_final_response()
         same = await responses.create(**asked, metadata={"a": "b"})
         assert fixed(response.to_dict()) == fixed(same.to_dict()) and "response.created" in kinds
+        assert any(" sum" in one.text for one in found.asked), "the instructions"
         assert same.instructions == "sum" and same.metadata == {"a": "b"} and len(same.tools) == 2
         sent: Any = {"model": "policy", "messages": CHAT, "tools": [own], "max_tokens": 99}
         async with found.anthropic.messages.stream(**sent) as events:
@@ -201,6 +202,8 @@ async def test_settings_without_effect(codec: Codec, tmp_path: Path) -> None:
         assert [one.id for one in listed] == ["policy"]
         with pytest.raises(openai.NotFoundError, match="ask for `policy`"):
             await found.openai.models.retrieve("gpt")
+        with pytest.raises(openai.NotFoundError, match="there is no POST /v1/embeddings"):
+            await found.openai.embeddings.create(model="policy", input="x")
         async with httpx.AsyncClient(base_url=found.kit.url) as web:
             assert (await web.head("/")).status_code == (await web.get("/")).status_code == 200
 
@@ -291,6 +294,19 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("chat/completions", {"tools": [TOOL], "tool_choice": "required"}, "set it to auto"),
     ("chat/completions", {"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "set it to"),
     ("chat/completions", {"model": "gpt"}, "does not exist; ask for `policy`"),
+    ("chat/completions", {"messages": "hello"}, "messages"),
+    ("chat/completions", {"messages": []}, "`messages` is empty"),
+    ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, ""),
+    ("chat/completions", {"stop": ["x", ""]}, "`stop` has 2 texts, 1 of them empty"),
+    ("chat/completions", {"logprobs": True}, "`logprobs` is not supported"),
+    (
+        "chat/completions",
+        {"response_format": {"type": "json_object"}},
+        "`response_format` is not supported",
+    ),
+    ("chat/completions", {"frequency_penalty": 0.5}, "`frequency_penalty` is not supported"),
+    ("chat/completions", {"n": 1000}, "`n` is 1000"),
+    ("chat/completions", {"max_tokens": 0}, "`max_tokens` is 0"),
     ("completions", {"prompt": ["a", "b"]}, "`prompt` must be one text"),
     ("responses", {"input": []}, "`input` is empty"),
     ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "Unsupported input item"),
@@ -336,7 +352,7 @@ async def test_one_error_of_the_form(codec: Codec, tmp_path: Path) -> None:
             for body in MALFORMED:
                 answer = await found.post(f"/v1/{path}", body)
                 assert answer.status_code == 400 and told(answer, path), body[:20]
-            for key in ("none", "sk-1", ended.key):
+            for key in ("none", "sk-1", "megarl-" + "x" * 32, ended.key):
                 answer = await found.post(f"/v1/{path}", {}, key)
                 assert answer.status_code == 401 and "API key" in told(answer, path)
             text: Any = "1" * 500
@@ -351,6 +367,8 @@ async def test_one_error_of_the_form(codec: Codec, tmp_path: Path) -> None:
             good = {"model": "policy", "max_tokens": 9, field: CHAT if field == "messages" else "1"}
             answer = await found.post(f"/v1/{path}", good | change)
             assert said in told(answer, path), (change, answer.text)
+            status = 413 if "more than 20,000" in said else 404 if "model" in change else 400
+            assert answer.status_code == status, change
         answer = await found.post("/v1/chat/completions", b"x" * (5 * 2**20))
         assert answer.status_code == 413
         with pytest.raises(openai.BadRequestError) as raised:

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
-from megarl.apps.launch.launch_plan import Options, deal_gpus, make_launch_plan
+from megarl.apps.launch.launch_plan import deal_gpus, make_launch_plan
 from megarl.apps.launch.launch_processes import Addresses, processes
 from megarl.cluster.placement import engine_bundle
 from megarl.cluster.process_env import RAY_SETTINGS, engine_environment
 from megarl.config import RunConfig, longest_request, read
+from megarl.console import Options
 from megarl.rollout.engine_arguments import engine_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,7 +85,7 @@ def made(recipe: str, settings: dict[str, str], nodes: int, gpus: int) -> dict[s
         bundle, asked = engine_bundle(plan.tensor, gpus=True)
         found |= {"ray bundle of an engine": bundle, "ray actor of an engine": asked}
     dealt = deal_gpus(plan, [[str(gpu) for gpu in range(gpus)]] * nodes, "")
-    for process in processes(plan, dealt, options, "train", AT):
+    for process in processes(plan, dealt, options, AT):
         name = f"{process.kind} on node {process.node}"
         found[name] = " ".join(process.command.words).replace(f"{path.parent}{os.sep}", "")
         own = process.command.environment

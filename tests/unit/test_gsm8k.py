@@ -132,13 +132,10 @@ def test_rows_of_dapo_math(tmp_path: Path, math: Verifier) -> None:
             assert ask(math, prompt, wrong) == 0.0, wrong
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (72.0, "72"), (-3.0, "-3"), (-0.0, "0"), (1e20, "1" + 20 * "0"), (0.5, "0.5"), (72, "72"),
-        ("72.0", "72.0"), (Decimal("72.0"), "72.0"), (1e30, "1e+30"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("value", "text"), [
+    (72.0, "72"), (-3.0, "-3"), (-0.0, "0"), (1e20, "1" + 20 * "0"), (0.5, "0.5"), (72, "72"),
+    ("72.0", "72.0"), (Decimal("72.0"), "72.0"), (1e30, "1e+30"),
+])  # fmt: skip
 def test_whole_numbers_of_float_columns_are_written_as_such(value: Any, text: str) -> None:
     assert text_of(value, what="the answer", place="row 3") == text
 

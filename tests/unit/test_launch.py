@@ -18,26 +18,23 @@ import pytest
 import yaml
 from support.commands import ROOT, started, until
 
+from megarl import cli
 from megarl.activity.process import start_of
-from megarl.apps.launch.launch import main
+from megarl.apps.launch import run_words
 from megarl.apps.launch.launch_plan import ProgramCommand
 from megarl.apps.launch.launch_processes import Addresses, Process
 from megarl.apps.launch.launch_run import Launcher, RunningProcess
 from megarl.config import (
-    DistillConfig,
-    PreferenceConfig,
-    RewardModelConfig,
     RunConfig,
     ServeRewardConfig,
-    SftConfig,
     dump,
     from_tree,
     read,
+    task_class,
     written_tree,
 )
 from megarl.errors import UserError
 from megarl.private_folder import marked_processes
-from megarl.recipe_kind import _count_mistakes, recipe_kind
 
 SCRIPT = ROOT / "launch" / "dapo_14b.sh"
 RECIPES = sorted((ROOT / "launch" / "recipes").glob("*.yaml"))
@@ -47,21 +44,9 @@ ONE_NODE |= dict.fromkeys(("SLURM_JOB_NUM_NODES", "SLURM_NNODES", "SLURM_NTASKS"
 HOST = os.uname().nodename
 
 
-KINDS: dict[str, Any] = {
-    **dict.fromkeys(
-        ("quickstart_sft", "sft_7b", "calculator_sft", "guessing_sft", "programs_sft", "best_of_n"),
-        SftConfig,
-    ),
-    **dict.fromkeys(("dpo", "smollm2_dpo"), PreferenceConfig),
-    **dict.fromkeys(("serve_reward", "judge", "reward_engine"), ServeRewardConfig),
-    "reward_model": RewardModelConfig,
-    "distill": DistillConfig,
-}
-"""Recipes of other commands than `megarl train`."""
-
-
 def kind_of(recipe: Path) -> Any:
-    return KINDS.get(recipe.stem, RunConfig)
+    tree = written_tree(recipe)
+    return task_class(tree, recipe.name) if "task" in tree else ServeRewardConfig
 
 
 def clean(**changes: str) -> dict[str, str]:
@@ -97,7 +82,8 @@ def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
                 patch.delenv(name)
             for name, value in wanted.items():
                 patch.setenv(name, value)
-            assert main([recipe, "--dry-run", *arguments]) == 0
+            patch.setattr(run_words, "_has_gpus", lambda: True)
+            assert cli.plan(["run", recipe, "--dry-run", *arguments]).run() == 0
         return capsys.readouterr().out
 
     return show
@@ -175,7 +161,9 @@ def test_dry_run_starts_nothing(tmp_path: Path) -> None:
         fake.write_text(f"#!/bin/sh\necho {name} >> {tmp_path}/called\nexit 1\n")
         fake.chmod(0o755)
     before = set(Path("/tmp").glob("megarl-*"))
-    found = script("--recipe", APART, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    found = script(
+        "--recipe", APART, "--gpus-per-node", "8", PATH=f"{tmp_path}:{os.environ['PATH']}"
+    )
     assert found.returncode == 0 and not (tmp_path / "called").exists()
     state = re.search(r"MEGARL_FOLDER=(\S+)", found.stdout)
     assert state is not None
@@ -183,7 +171,7 @@ def test_dry_run_starts_nothing(tmp_path: Path) -> None:
 
 
 def test_dry_run_from_another_folder_and_with_overrides(tmp_path: Path) -> None:
-    overrides = ("--", "--steps", "3", "--model.path", "a folder")
+    overrides = ("--steps", "3", "--model.path", "a folder")
     found = script("--recipe", str(ROOT / APART), "--port=6400", *overrides, cwd=tmp_path)
     assert "--port=6400" in found.stdout
     assert "--steps 3 --model.path 'a folder'" in found.stdout
@@ -206,54 +194,35 @@ def test_an_empty_list_of_visible_gpus_is_no_gpu(visible: str, shown: Shown) -> 
     other = shown(*options, recipe=GSM8K, CUDA_VISIBLE_DEVICES=visible)
     assert places(other)["engine 0"] == "- 0: 1"
     distilled = "launch/recipes/distill.yaml"
-    rehearsal = shown("--cpu", "--gpus-train", "1", recipe=distilled, CUDA_VISIBLE_DEVICES="0")
+    rehearsal = shown("--cpu", "--ranks", "1", recipe=distilled, CUDA_VISIBLE_DEVICES="0")
     assert "CUDA_VISIBLE_DEVICES= " in rehearsal
-    assert "--num-gpus=0" in rehearsal and "-m megarl distill " in rehearsal
+    assert "--num-gpus=0" in rehearsal and "-m megarl run " in rehearsal
 
 
 def test_preferences_and_reward_models_have_ranks_alone(shown: Shown) -> None:
-    for name, command in (("dpo", "preference"), ("reward_model", "reward-model")):
-        recipe, options = f"launch/recipes/{name}.yaml", ("--gpus-train", "2")
-        out = shown(*options, recipe=recipe, CUDA_VISIBLE_DEVICES="0,1")
+    for name in ("dpo", "reward_model"):
+        recipe = f"launch/recipes/{name}.yaml"
+        out = shown("--ranks", "2", recipe=recipe, CUDA_VISIBLE_DEVICES="0,1")
         assert places(out) == {"policy": "0-1 0: 0-1", "free": "- none"}
-        assert f"--nproc-per-node 2 -m megarl {command} " in out and "ray" not in out
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_the_command_of_a_recipe_is_found_by_its_sections(recipe: Path) -> None:
-    """That of `megarl serve-reward`, which trains nothing, is read as one of `train`, and refused."""
-    kind = kind_of(recipe)
-    assert recipe_kind(written_tree(recipe)) is (RunConfig if kind is ServeRewardConfig else kind)
-
-
-def test_short_words_are_counted_as_the_long_ones() -> None:
-    """`--algorithm NAME` is no mistake when the command of a recipe is looked for."""
-    tree = written_tree("quickstart")
-    found = [
-        _count_mistakes(RunConfig, tree, [f"--algorithm{end}", "dapo"]) for end in ("", ".preset")
-    ]
-    assert found[0] == found[1]
+        assert "--nproc-per-node 2 -m megarl run " in out and "ray" not in out
 
 
 @pytest.mark.parametrize(("arguments", "environment", "says"), [
-    (("--", "--training.layot.data", "4"), {},
+    (("--training.layot.data", "4"), {},
      "training.layot: unknown key; did you mean 'layout'?"),
-    (("--", "--rollout.groups-per-step", "many"), {}, "rollout.groups_per_step"),
-    (("--", "--rollout.groups-per-step", "100"), {},
+    (("--rollout.groups-per-step", "many"), {}, "rollout.groups_per_step"),
+    (("--rollout.groups-per-step", "100"), {},
      "not divisible by training.num_mini_batches = 16"),
-    (("--gpus-train", "8"), {}, "= 4 ranks, but this run has 8; set training.layout.data to 8"),
-    (("--gpus-engine", "3"), {}, "the engines have 4 GPUs, rollout.num_engines x"),
-    (("--gpus-engine", "0"), {}, "megarl launch: --gpus-engine is '0'; set it"),
-    (("--gpus-train", "all"), {}, "megarl launch: --gpus-train is 'all'; set it"),
-    (("--gpus-train",), {}, "megarl launch: --gpus-train expected one argument"),
-    (("--", "--rollout.placement", "colocated", "--rollout.num_engines", "3"), {},
+    (("--ranks", "8"), {}, "= 4 ranks, but this run has 8; set training.layout.data to 8"),
+    (("--ranks", "all"), {}, "megarl run: --ranks is 'all'; set it"),
+    (("--ranks",), {}, "megarl run: --ranks expected one argument"),
+    (("--rollout.placement", "colocated", "--rollout.num_engines", "3"), {},
      "are 6 engine ranks, but the policy has 4 ranks to share with"),
     ((), {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, "need 8 GPUs, but CUDA_VISIBLE_DEVICES is 0,1,2,3"),
     *((("--recipe", GSM8K), {"CUDA_VISIBLE_DEVICES": visible}, "set it to each GPU once")
       for visible in ("0,,1", "0,0", "GPU-ab,1, GPU-ab")),
     (("--recipe", GSM8K), {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, "hides all GPUs: unset it"),
-    (("--gpu-train", "4"), {}, "unrecognized arguments: --gpu-train"),
-    (("--steps", "3"), {}, "go after --"),
+    (("--gpus-train", "4"), {}, "--gpus-train is gone; set --ranks"),
     (("--recipe", "missing.yaml"), {}, "missing.yaml does not exist"),
 ])  # fmt: skip
 def test_dry_run_refuses(
@@ -269,12 +238,12 @@ def test_dry_run_refuses(
 
 
 def test_a_node_elsewhere_is_reached_by_srun() -> None:
-    found = script("--", "--steps", "3", **ONE_NODE, SLURM_JOB_NODELIST="gpu017")
+    found = script("--steps", "3", **ONE_NODE, SLURM_JOB_NODELIST="gpu017")
     step = yaml.safe_load(found.stdout)["started from"]
     assert "--ntasks=1" in step
     assert "--nodelist=gpu017" in step
     recipe = ROOT / "launch/recipes/dapo_14b.yaml"
-    assert step.endswith(f"-m megarl launch {recipe} --dry-run -- --steps 3")
+    assert step.endswith(f"-m megarl run {recipe} --dry-run --steps 3")
 
 
 def test_two_nodes_of_slurm(tmp_path: Path, shown: Shown) -> None:
@@ -287,9 +256,9 @@ def test_two_nodes_of_slurm(tmp_path: Path, shown: Shown) -> None:
     scontrol.chmod(0o755)
     two |= {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     with pytest.raises(UserError, match="set it to 'point_to_point'"):
-        shown("--", *overrides, **two)
+        shown(*overrides, **two)
     overrides += ("--weight_sync.transport", "point_to_point")
-    out = shown("--", *overrides, **two)
+    out = shown(*overrides, **two)
     assert places(out)["policy"] == "0-7 0: 0-7"
     assert places(out)["engine 3"] == "- 1: 6-7"
     lines = re.findall(r"^  srun .*--nodelist=(\S+) .*-m (\S+) ", out, re.MULTILINE)

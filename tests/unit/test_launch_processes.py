@@ -8,16 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from megarl.apps.launch.launch_plan import (
-    Options,
-    deal_cpu,
-    deal_gpus,
-    make_launch_plan,
-)
+from megarl.apps.launch.launch_plan import deal_cpu, deal_gpus, make_launch_plan
 from megarl.apps.launch.launch_processes import Addresses, processes, shown_commands
 from megarl.apps.launch.slurm import allocated_hosts, srun
 from megarl.cluster.process_env import RAY_SETTINGS
-from megarl.config import RunConfig, SftConfig, from_tree, read
+from megarl.config import RunConfig, from_tree, read, task_class, written_tree
+from megarl.console import Options
 from megarl.signals import SHUTDOWN
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,24 +32,22 @@ ALL = "CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7"
 NO_GPU = f"{ENV} CUDA_VISIBLE_DEVICES= {START} --num-gpus=0"
 EIGHT = f"{ENV} {ALL} {START} --num-gpus=8 --address=node0:6000 {RAY}"
 RANKS = f"{ENV} RAY_ADDRESS=node0:6000 {ALL} {TORCHRUN}"
-MASTER = "--nproc-per-node 8 --master-addr node0 --master-port 6001 -m megarl train RECIPES"
+MASTER = "--nproc-per-node 8 --master-addr node0 --master-port 6001 -m megarl run RECIPES"
 """For a checkpoint within 240 s of a signal."""
 
 
-def plan_of(recipe: str, num_nodes: int, command: str = "train", at: Addresses = AT) -> list[str]:
+def plan_of(recipe: str, num_nodes: int, at: Addresses = AT) -> list[str]:
     """The processes of a recipe on nodes of eight GPUs: "KIND NODE: COMMAND", without the settings
     that all of Ray's processes have.
     """
     path = RECIPES / recipe
     options = Options(recipe=str(path))
-    if command == "sft":
-        plan = make_launch_plan(read(SftConfig, path), options)
-    else:
-        plan = make_launch_plan(read(RunConfig, path), options)
+    kind = task_class(written_tree(path), recipe)
+    plan = make_launch_plan(read(kind, path), options)
     gpus = deal_gpus(plan, GPUS[:num_nodes], "")
     return [
         f"{one.kind} {one.node}: {short(str(one.command))}"
-        for one in processes(plan, gpus, options, command, at)
+        for one in processes(plan, gpus, options, at)
     ]
 
 
@@ -79,8 +73,8 @@ def test_four_roles_apart() -> None:
 
 
 def test_a_run_without_engines_has_no_ray() -> None:
-    command = f"{TORCHRUN} --nproc-per-node 8 -m megarl sft RECIPES/sft_7b.yaml"
-    assert plan_of("sft_7b.yaml", 1, "sft") == [f"ranks 0: {ENV} {ALL} {command}"]
+    command = f"{TORCHRUN} --nproc-per-node 8 -m megarl run RECIPES/sft_7b.yaml"
+    assert plan_of("sft_7b.yaml", 1) == [f"ranks 0: {ENV} {ALL} {command}"]
 
 
 def test_by_hand_it_is_said_for_each_node() -> None:
@@ -88,14 +82,14 @@ def test_by_hand_it_is_said_for_each_node() -> None:
     options = Options(recipe=str(RECIPES / "long_context_64k.yaml"))
     plan = make_launch_plan(read(RunConfig, options.recipe), options)
     at = Addresses(python="python")
-    found = processes(plan, deal_gpus(plan, GPUS[:2], ""), options, "train", at)
+    found = processes(plan, deal_gpus(plan, GPUS[:2], ""), options, at)
     start = "python -m ray.scripts.scripts start"
     assert [short(line) for line in shown_commands(found, [])] == [
         "# node 0",
         f"env {PATIENCE} CUDA_VISIBLE_DEVICES= {start} --num-gpus=0"
         f" --head --port=6379 {RAY} --include-dashboard=false",
         f"env {PATIENCE} RAY_ADDRESS=NODE0:6379 {ALL} {TORCHRUN} --nnodes 1 --node-rank 0"
-        " --nproc-per-node 8 --master-addr NODE0 --master-port 29500 -m megarl train"
+        " --nproc-per-node 8 --master-addr NODE0 --master-port 29500 -m megarl run"
         " RECIPES/long_context_64k.yaml",
         "# node 1",
         f"env {PATIENCE} {ALL} {start} --num-gpus=8 --address=NODE0:6379 {RAY}",
@@ -111,7 +105,7 @@ def test_places_on_the_cpu() -> None:
     gpus = deal_cpu(plan, 3)
     assert [gpu.node for gpu in gpus.ranks] == [0, 0, 1, 1]
     assert [[gpu.node for gpu in one] for one in gpus.engines] == [[2, 2], [1, 1]]
-    started = processes(plan, gpus, Options(recipe="r.yaml"), "train", AT)
+    started = processes(plan, gpus, Options(recipe="r.yaml"), AT)
     kinds = [(one.kind, one.node) for one in started]
     assert kinds == [("ray", 0), ("ray", 1), ("ray", 2), ("ranks", 0), ("ranks", 1)]
     dealt = [one.command.words for one in started if one.kind == "ray"]

@@ -103,7 +103,7 @@ def test_a_journal_gives_back_what_was_appended_over_several_openings(tmp_path: 
     assert reader.num_lines == 6 and reader.torn_bytes == 0 and len(reader.run) == 32
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 6), st.floats(0, 1))
 def test_a_truncated_journal_loses_its_last_lines_only(count: int, share: float) -> None:
     with folder() as place:
@@ -126,7 +126,7 @@ def test_a_truncated_journal_loses_its_last_lines_only(count: int, share: float)
         assert list(Reader(path)) == [*numbered(count)[: max(0, kept - 1)], {"event": "next"}]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(1, 6), st.integers(0, 10**6), st.integers(0, 7))
 def test_every_flipped_bit_shows(count: int, place: int, bit: int) -> None:
     """In the last line it is a torn tail or damage, before that always damage, with the line's
@@ -152,7 +152,7 @@ def test_every_flipped_bit_shows(count: int, place: int, bit: int) -> None:
             assert found == numbered(count)[: max(0, line - 1)] and reader.torn_bytes > 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(2, 8), st.data())
 def test_a_line_that_is_missing_or_out_of_place_is_refused(count: int, data: st.DataObject) -> None:
     with folder() as place:
@@ -400,7 +400,7 @@ def lived(
 
 
 @pytest.mark.parametrize("dispatch", POLICIES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.integers(0, 10**6), st.integers(0, 2), st.integers(0, 3))
 def test_the_audit_holds_for_any_order_kill_and_resume(
     dispatch: str, seed: int, staleness: int, kills: int

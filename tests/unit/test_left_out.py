@@ -104,16 +104,13 @@ def test_verdicts_that_do_not_exist_are_left_out(own: str) -> None:
             assert verdict.reward == (-2.0 if why else float(text == "right")), text
 
 
-@pytest.mark.parametrize(
-    ("name", "answer", "turns"),
-    [
-        ("Game", "start raises", 0),
-        ("Game", "long", 0),
-        ("Silent", "", 1),
-        ("Wordless", "", 1),
-        ("Strays", "", 1),
-    ],
-)
+@pytest.mark.parametrize(("name", "answer", "turns"), [
+    ("Game", "start raises", 0),
+    ("Game", "long", 0),
+    ("Silent", "", 1),
+    ("Wordless", "", 1),
+    ("Strays", "", 1),
+])  # fmt: skip
 async def test_faults_of_a_session_are_left_out(
     name: str, answer: str, turns: int, own: str, tmp_path: Path
 ) -> None:
@@ -131,15 +128,12 @@ async def test_faults_of_a_session_are_left_out(
     assert verdict.missing == ("abstained" if name == "Silent" else "error"), verdict.detail
 
 
-@pytest.mark.parametrize(
-    ("rewards", "total", "correct", "names"),
-    [
-        ([1.0, 0.5], 2.0, True, {"reward/a", "reward/b"}),
-        ([None, 1.0], 2.0, True, {"reward/b"}),
-        ([0.0, None], 0.0, False, {"reward/a"}),
-        ([None, None], None, None, set()),
-    ],
-)
+@pytest.mark.parametrize(("rewards", "total", "correct", "names"), [
+    ([1.0, 0.5], 2.0, True, {"reward/a", "reward/b"}),
+    ([None, 1.0], 2.0, True, {"reward/b"}),
+    ([0.0, None], 0.0, False, {"reward/a"}),
+    ([None, None], None, None, set()),
+])  # fmt: skip
 def test_a_function_that_abstains_is_not_in_the_sum(
     rewards: list[float | None], total: float | None, correct: bool | None, names: set[str]
 ) -> None:
@@ -205,16 +199,13 @@ async def step_of(fails: Any, **more: Any) -> tuple[StepBatch, list[Any], list[G
     return plan.batch, events, seen
 
 
-@pytest.mark.parametrize(
-    ("name", "fails", "sizes", "why"),
-    [
-        ("none", lambda prompt, call: False, [4, 4], "equal rewards"),
-        ("every fourth", lambda prompt, call: call == 3, [4, 4], "equal rewards"),
-        ("again", lambda prompt, call: call >= 3, [3, 3], "equal rewards"),
-        ("all but one", lambda prompt, call: prompt % 2 == 0 and call, [4, 4], NO_VERDICTS),
-        ("all", lambda prompt, call: prompt % 2 == 0, [4, 4], NO_VERDICTS),
-    ],
-)
+@pytest.mark.parametrize(("name", "fails", "sizes", "why"), [
+    ("none", lambda prompt, call: False, [4, 4], "equal rewards"),
+    ("every fourth", lambda prompt, call: call == 3, [4, 4], "equal rewards"),
+    ("again", lambda prompt, call: call >= 3, [3, 3], "equal rewards"),
+    ("all but one", lambda prompt, call: prompt % 2 == 0 and call, [4, 4], NO_VERDICTS),
+    ("all", lambda prompt, call: prompt % 2 == 0, [4, 4], NO_VERDICTS),
+])  # fmt: skip
 async def test_no_group_is_accepted_because_of_a_failure(
     name: str, fails: Any, sizes: list[int], why: str
 ) -> None:
@@ -351,16 +342,13 @@ def test_what_is_cut_off_is_no_baseline_of_remax() -> None:
     ADVANTAGES["remax"](*map(torch.tensor, given))
 
 
-@pytest.mark.parametrize(
-    ("truncated", "finish", "penalty"),
-    [
-        ("train", "length", 0.0),
-        ("leave_out", "length", 0.0),
-        ("penalise", "length", -1.0),
-        ("penalise", "turns", -1.0),
-        ("penalise", "stop", 0.0),
-    ],
-)
+@pytest.mark.parametrize(("truncated", "finish", "penalty"), [
+    ("train", "length", 0.0),
+    ("leave_out", "length", 0.0),
+    ("penalise", "length", -1.0),
+    ("penalise", "turns", -1.0),
+    ("penalise", "stop", 0.0),
+])  # fmt: skip
 async def test_the_penalty_of_what_is_cut_off(truncated: str, finish: Any, penalty: float) -> None:
     class Cut(Engine):
         async def generate(self, *args: Any, **rest: Any) -> Segment:

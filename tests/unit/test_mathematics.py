@@ -278,14 +278,11 @@ def test_exponents_of_plain_numbers(text: str, value: Fraction | None) -> None:
     assert plain_number(text) == value
 
 
-@pytest.mark.parametrize(
-    ("answer", "response", "right"),
-    [
-        ("1234", "1,234", True), ("1,234", "1234", True), ("1234567", "$1,234,567", False),
-        ("$1,234", "$1234", True), ("1234.5", "1,234.5", True), ("123", "12,3", False),
-        ("1,2", "12", False), ("1,234 apples", "1234 apples", False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("answer", "response", "right"), [
+    ("1234", "1,234", True), ("1,234", "1234", True), ("1234567", "$1,234,567", False),
+    ("$1,234", "$1234", True), ("1234.5", "1,234.5", True), ("123", "12,3", False),
+    ("1,2", "12", False), ("1,234 apples", "1234 apples", False),
+])  # fmt: skip
 def test_exact_match_reads_thousands_commas(answer: str, response: str, right: bool) -> None:
     verify = load_verifier(EnvironmentConfig())
     assert ask(verify, answer, response) == float(right)

@@ -151,7 +151,7 @@ def tokenizer_of(folder: Path, pad: str, bos: str | None = None, more: Any = ())
 
 
 def exported(folder: Path, family: str, padding: str) -> Path:
-    """A classifier with the tokenizer of `PADDINGS`, as `megarl reward-model` saves both."""
+    """A classifier with the tokenizer of `PADDINGS`, as `task: reward_model` saves both."""
     (named, room, _), place = PADDINGS[padding], folder / "exported"
     tokenizer = tokenizer_of(folder / "policy", **named)
     size = len(tokenizer) + room

@@ -26,7 +26,7 @@ def test_a_new_task_is_ready_to_be_trained(tmp_path: Path) -> None:
     assert "64 prompts" in done.err + done.out
     done = megarl("run", str(mine / "recipe.yaml"), "--dry-run", *words)
     assert done.code == 0 and "megarl run: 1 trainer rank, the fewest that" in done.err, done.err
-    assert "--nproc-per-node 1 -m megarl train " in done.out
+    assert "--nproc-per-node 1 -m megarl run " in done.out
 
 
 def test_an_instruct_model_gets_its_chat_template(tmp_path: Path) -> None:

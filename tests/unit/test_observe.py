@@ -121,13 +121,13 @@ def test_resume_of_all_files(tmp_path: Path) -> None:
 
 
 def test_a_run_tells_who_made_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["/usr/bin/python", "-m", "megarl", "train", "r.yaml", "--hub_token", "hunter2"]
+    words = ["/usr/bin/python", "-m", "megarl", "run", "r.yaml", "--hub_token", "hunter2"]
     monkeypatch.setattr(sys, "orig_argv", words)
     made_by.cache_clear()
     write_run(tmp_path, 2)
     made_by.cache_clear()
     (start,) = read_starts(tmp_path)
-    assert start["command"] == "python -m megarl train r.yaml --hub_token ..."
+    assert start["command"] == "python -m megarl run r.yaml --hub_token ..."
     assert start["megarl"] == megarl.__version__ and start["torch"] and start["host"]
     assert start.get("commit", "") == checkout()
     assert datetime.fromisoformat(start["started"]).utcoffset() is not None
@@ -144,11 +144,11 @@ def test_a_run_tells_who_made_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_no_value_of_the_command_line_is_written_down() -> None:
-    words = ["python", "-u", "-m", "megarl", "train", "my/r.yaml", "x1", "--a.key[0]={k: x1}"]
+    words = ["python", "-u", "-m", "megarl", "run", "my/r.yaml", "x1", "--a.key[0]={k: x1}"]
     words += ["--b", "{k: x1}", "--c", "x1", "x1", "--d", "-x1", "--e=https://u:p@h", "B: x1"]
     told = " ".join(without_values(words))
     assert told.partition(" ... ") == (
-        "python -u -m megarl train my/r.yaml",
+        "python -u -m megarl run my/r.yaml",
         " ... ",
         "--a.key[0]=... --b ... --c ... ... --d ... --e=... ...",
     )

@@ -95,15 +95,12 @@ def test_functions_of_one_file_share_its_globals(tmp_path: Path) -> None:
     assert function_of(f"{file}:count", {}, "rollout.filter")() == 5
 
 
-@pytest.mark.parametrize(
-    ("key", "function"),
-    [
-        *KEYS.items(),
-        ("algorithm.advantage", "by_token"),
-        ("algorithm.loss", "of_terms"),
-        ("algorithm.loss", "reporting"),
-    ],
-)
+@pytest.mark.parametrize(("key", "function"), [
+    *KEYS.items(),
+    ("algorithm.advantage", "by_token"),
+    ("algorithm.loss", "of_terms"),
+    ("algorithm.loss", "reporting"),
+])  # fmt: skip
 def test_a_function_of_a_file_passes(key: str, function: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(RIGHT)
     attempt(key, f"{tmp_path}/own.py:{function}")

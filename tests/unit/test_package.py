@@ -94,7 +94,7 @@ def test_the_engine_that_an_extra_brings(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_recipe_is_named_outside_of_the_checkout(built: Path, tmp_path: Path) -> None:
     """Paths in it are relative to the working folder, unless a file stands beside the recipe."""
-    words = ("-m", "megarl", "train", "smollm2_format", "--print-config")
+    words = ("-m", "megarl", "run", "smollm2_format", "--print-config")
     done = run(*words, cwd=tmp_path, PYTHONPATH=str(built))
     assert done.returncode == 0, done.stderr
     recipes = built / "megarl" / "recipes"
@@ -104,7 +104,7 @@ def test_a_recipe_is_named_outside_of_the_checkout(built: Path, tmp_path: Path) 
     assert (
         not Path(told["folder"]).is_absolute() and not Path(told["prompts"]["source"]).is_absolute()
     )
-    words = ("-m", "megarl", "launch", "dapo_14b", "--dry-run", "--cpu")
+    words = ("-m", "megarl", "run", "dapo_14b", "--dry-run", "--cpu")
     done = run(*words, cwd=tmp_path, PYTHONPATH=str(built))
     assert f"{recipes}/dapo_14b.yaml" in done.stdout, done.stderr
     done = run("-m", "megarl", "run", "dpo", "--help", "loss", cwd=tmp_path, PYTHONPATH=str(built))

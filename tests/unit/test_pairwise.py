@@ -141,18 +141,15 @@ def test_reward_models() -> None:
     assert found.tolist() == pytest.approx(wanted, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"method": "cdpo"}, "label_smoothing is 0"),
-        ({"label_smoothing": 0.1}, "method is 'dpo', which does not use it"),
-        ({"method": "ipo", "target_margin": 1.0}, "set .*method to 'simpo'"),
-        ({"length_average": True}, "set .*method to 'ipo'"),
-        ({"desirable_weight": 2.0}, "set .*method to 'kto'"),
-        ({"method": "orpo", "sft_coefficient": 1.0}, "leave it out"),
-        ({"method": "kto", "desirable_weight": 0.0, "undesirable_weight": 0.0}, "one above 0"),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "said"), [
+    ({"method": "cdpo"}, "label_smoothing is 0"),
+    ({"label_smoothing": 0.1}, "method is 'dpo', which does not use it"),
+    ({"method": "ipo", "target_margin": 1.0}, "set .*method to 'simpo'"),
+    ({"length_average": True}, "set .*method to 'ipo'"),
+    ({"desirable_weight": 2.0}, "set .*method to 'kto'"),
+    ({"method": "orpo", "sft_coefficient": 1.0}, "leave it out"),
+    ({"method": "kto", "desirable_weight": 0.0, "undesirable_weight": 0.0}, "one above 0"),
+])  # fmt: skip
 def test_settings_that_would_do_nothing_are_refused(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         PreferenceLossConfig(**wrong)

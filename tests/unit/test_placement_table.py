@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl.apps.launch.launch import main
+from megarl import cli
+from megarl.apps.launch import run_words
 from megarl.apps.launch.placement_table import compressed
 from megarl.checks.engine_checks import check_placement
 from megarl.config import RunConfig, read
@@ -39,8 +40,14 @@ WHOLE = 2 * HEAD + BLOCKS + NORMS
 
 @pytest.fixture(autouse=True)
 def _no_gpus_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_JOB_ID", "RAY_ADDRESS"):
+    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_JOB_ID", "RAY_ADDRESS", "RANK"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(run_words, "_has_gpus", lambda: True)
+
+
+def run(*words: str) -> int:
+    """`megarl run WORDS` on a machine with GPUs; returns the exit code."""
+    return cli.plan(["run", *words]).run()
 
 
 def write_recipe(folder: Path, **changes: Any) -> str:
@@ -72,7 +79,7 @@ def picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Picture:
     """What a dry run of the recipe with `changes` prints."""
 
     def show(*options: str, **changes: Any) -> str:
-        assert main([write_recipe(tmp_path, **changes), "--dry-run", *options]) == 0
+        assert run(write_recipe(tmp_path, **changes), "--dry-run", *options) == 0
         return capsys.readouterr().out
 
     return show
@@ -310,7 +317,7 @@ def test_without_config_json_memory_is_unknown(picture: Picture) -> None:
      "reference.layout"),
     ({}, ("--nodes", "11", *CLUSTER[2:]), "need 96 GPUs, but --nodes 11 x .* are 88"),
     ({"rollout.engine.tensor": 16}, ("--nodes", "20", *CLUSTER[2:]), "an engine is on one node"),
-    ({}, ("--gpus-train", "88", *CLUSTER), "= 32 ranks, but this run has 40"),
+    ({}, ("--ranks", "88", *CLUSTER), "= 32 ranks, but this run has 40"),
     ({"weight_sync.transport": "shared_memory"}, CLUSTER, "set it to 'point_to_point'"),
     ({}, ("--nodes", "12"), "--nodes needs --gpus-per-node"),
     ({}, ("--cpu", *CLUSTER), "--gpus-per-node and --cpu exclude each other"),
@@ -321,7 +328,7 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     dry_run = [] if "add --dry-run" in says else ["--dry-run"]
     with pytest.raises(UserError, match=says):
-        main([write_recipe(tmp_path, **changes), *dry_run, *options])
+        run(write_recipe(tmp_path, **changes), *dry_run, *options)
 
 
 def test_gpus_may_be_named_by_uuid(picture: Picture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,7 +223,7 @@ RECIPES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "single responses for rewards": (RewardModelConfig,
      {"preferences": {"source": "x", "response_column": "r"}}, "learns from pairs"),
     "margins": (PreferenceConfig, {"preferences": {"source": "x", "margin_column": "m"}},
-     "only megarl reward-model uses"),
+     "only task: reward_model uses"),
     "a reference without use": (PreferenceConfig,
      {"loss": {"method": "simpo"}, "reference": {"cache": "x"}},
      "reference has settings, but loss.method uses no reference"),

@@ -74,7 +74,7 @@ def count_by_hand(samples: Samples) -> int:
     return len(prefixes) + alone
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(rows())
 def test_every_sample_is_a_path_of_the_tree_with_the_fewest_tokens(
     drawn: list[tuple[list[int], int]],
@@ -126,7 +126,7 @@ def members(
     return found
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     rows(most=24), st.sampled_from([0.0, 1 / 16, 1 / 4]), st.integers(1, 2), st.integers(1, 4),
     st.integers(8, 80),
@@ -201,7 +201,7 @@ def test_conversations_stay_on_one_rank() -> None:
     assert sum(map(even.tokens, dealt)) <= even.tokens(range(128)) + 3 * 1050
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(rows(), st.sampled_from(["auto", "on"]))
 def test_every_trained_token_is_in_the_packed_sequence_once(
     drawn: list[tuple[list[int], int]], share: str
@@ -263,7 +263,7 @@ def test_trained_and_last_tokens_are_never_shared() -> None:
     assert shareable(first_trained).tolist() == [0, 0] and not tree_of(first_trained).parents
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     st.lists(
         st.tuples(st.integers(1, 60), st.lists(st.integers(1, 40), min_size=1, max_size=9)),
@@ -342,7 +342,7 @@ def test_packed_sequences_are_even_over_ranks(
 def test_attention_over_a_tree_is_that_of_each_sample_alone() -> None:
     """The masks of the other tests come from `Positions`; here whole samples are computed."""
 
-    @settings(max_examples=60, deadline=None, derandomize=True)
+    @settings(max_examples=25, deadline=None, derandomize=True)
     @given(cases())
     def check(case: Case) -> None:
         case = replace(case, cap=None, has_sinks=False)
@@ -415,7 +415,7 @@ def test_greedy_responses_share_what_the_service_counted(share: SharePrefix) -> 
 @pytest.mark.parametrize("share", ["auto", "on"])
 def test_conversations_with_greedy_responses_stay_within_the_budget(share: SharePrefix) -> None:
     """Each turn is a prompt too; the next turn may begin as the greedy response did."""
-    for seed in range(150):
+    for seed in range(40):
         draw, tokens, groups = random.Random(seed), list[int](), []
         for ordinal in range(12):
             tokens = tokens + [draw.randint(0, 1) for _ in range(draw.choice([2, 20]))]

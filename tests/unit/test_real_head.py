@@ -61,6 +61,7 @@ def case() -> Case:
     return Case(hidden, weight, targets, upstream, *values, slope, down)
 
 
+@pytest.mark.nightly
 @pytest.mark.real
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", [[262_144], [100_000, 162_144]], ids=["whole", "two ranks"])

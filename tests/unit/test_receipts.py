@@ -12,16 +12,13 @@ from megarl.trainer.config import LoraConfig
 from megarl.weight_sync.weight_receipts import receipt_of_adapter, receipt_of_weights
 
 
-@pytest.mark.parametrize(
-    ("versions", "message"),
-    [
-        ([(3, 1), (4, 1)], ""),
-        ([(2, 1), (3, 1)], "weights of version 2, although version 3"),
-        ([(-1, 2)], "weights of version -1"),
-        ([(3, 1)], "has sampled 2 tokens, but names the version of the weights for 1"),
-        ([], "for 0"),
-    ],
-)
+@pytest.mark.parametrize(("versions", "message"), [
+    ([(3, 1), (4, 1)], ""),
+    ([(2, 1), (3, 1)], "weights of version 2, although version 3"),
+    ([(-1, 2)], "weights of version -1"),
+    ([(3, 1)], "has sampled 2 tokens, but names the version of the weights for 1"),
+    ([], "for 0"),
+])  # fmt: skip
 def test_tokens_of_older_and_of_unnamed_weights_are_refused(
     versions: list[tuple[int, int]], message: str
 ) -> None:

@@ -46,8 +46,8 @@ from megarl.parallel.reshard.owned import training_owned, whole_owned
 from megarl.parallel.reshard.plan import make_plan
 from megarl.parallel.tensor import Shard
 
-FEW = settings(max_examples=60, deadline=None, derandomize=True)
-MANY = settings(max_examples=150, deadline=None, derandomize=True)
+FEW = settings(max_examples=25, deadline=None, derandomize=True)
+MANY = settings(max_examples=60, deadline=None, derandomize=True)
 ITEMSIZE = 2
 
 

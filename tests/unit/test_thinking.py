@@ -102,17 +102,14 @@ def test_a_function_of_a_user_receives_the_whole_response(tmp_path: Path) -> Non
         assert ask(EnvironmentConfig(verifier=f"{tmp_path}/own.py:{name}"), "7", "<think>5</think>7") == 1.0  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("template", "tags"),
-    [
-        ("{{ messages }}", TAGS), (None, TAGS),
-        ("{% if '</think>' in content %}{{ content.split('</think>')[-1] }}{% endif %}", TAGS),
-        ("[THINK]{{ thoughts }}[/THINK]", ("[THINK]", "[/THINK]")),
-        ("<seed:think>{{ thoughts }}</seed:think>", ("<seed:think>", "</seed:think>")),
-        ("<thought>\n</thought>", ("<thought>", "</thought>")),
-        ("\u25c1think\u25b7\u25c1/think\u25b7", ("\u25c1think\u25b7", "\u25c1/think\u25b7")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("template", "tags"), [
+    ("{{ messages }}", TAGS), (None, TAGS),
+    ("{% if '</think>' in content %}{{ content.split('</think>')[-1] }}{% endif %}", TAGS),
+    ("[THINK]{{ thoughts }}[/THINK]", ("[THINK]", "[/THINK]")),
+    ("<seed:think>{{ thoughts }}</seed:think>", ("<seed:think>", "</seed:think>")),
+    ("<thought>\n</thought>", ("<thought>", "</thought>")),
+    ("\u25c1think\u25b7\u25c1/think\u25b7", ("\u25c1think\u25b7", "\u25c1/think\u25b7")),
+])  # fmt: skip
 def test_a_chat_template_names_the_tags(template: str | None, tags: tuple[str, str]) -> None:
     assert tags_of(template) == tags
 

@@ -98,17 +98,14 @@ def test_a_call_is_checked_and_made() -> None:
     released.set()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("{", "JSON"),
-        ("[1]", "object"),
-        ('{"place": 3}', "place: Input should be"),
-        ('{"place": {"city": "Ulm"}, "unit": "K"}', "unit: Input should be 'C' or 'F'"),
-        ('{"place": {"city": "Ulm"}, "colour": 1}', "colour: Extra inputs are not permitted"),
-        ("{}", "place: Field required"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "said"), [
+    ("{", "JSON"),
+    ("[1]", "object"),
+    ('{"place": 3}', "place: Input should be"),
+    ('{"place": {"city": "Ulm"}, "unit": "K"}', "unit: Input should be 'C' or 'F'"),
+    ('{"place": {"city": "Ulm"}, "colour": 1}', "colour: Extra inputs are not permitted"),
+    ("{}", "place: Field required"),
+])  # fmt: skip
 def test_a_wrong_call_is_told_to_the_model(arguments: str, said: str) -> None:
     with pytest.raises(CallError) as told:
         call(weather, arguments)
@@ -172,22 +169,19 @@ class Called:
 unshown.__annotations__["a"] = type(os.scandir(os.curdir))
 
 
-@pytest.mark.parametrize(
-    ("function", "said"),
-    [
-        (untyped, "parameter 'b' has no type; write it as 'b: int'"),
-        (starred, "'numbers' has a star"),
-        (positional, "'a' is positional only"),
-        (foreign, "a type is unknown"),
-        (unshown, "cannot be written as JSON"),
-        (Place, "is a class; write a function that makes an instance and calls it"),
-        (yields, "is a generator function"),
-        (yields_later, "is a generator function"),
-        (lambda a: a, "is a lambda, without a name"),
-        (functools.partial(strange, 1), "is a partial, without a name"),
-        (Called(), "is a Called, without a name"),
-    ],
-)
+@pytest.mark.parametrize(("function", "said"), [
+    (untyped, "parameter 'b' has no type; write it as 'b: int'"),
+    (starred, "'numbers' has a star"),
+    (positional, "'a' is positional only"),
+    (foreign, "a type is unknown"),
+    (unshown, "cannot be written as JSON"),
+    (Place, "is a class; write a function that makes an instance and calls it"),
+    (yields, "is a generator function"),
+    (yields_later, "is a generator function"),
+    (lambda a: a, "is a lambda, without a name"),
+    (functools.partial(strange, 1), "is a partial, without a name"),
+    (Called(), "is a Called, without a name"),
+])  # fmt: skip
 def test_a_function_that_is_no_tool_is_refused(function: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         schema(function)
@@ -302,18 +296,15 @@ def test_observations_are_what_the_template_writes(
     assert markup.without_closing("abc") == "abc"
 
 
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", "does not show the model its tools"),
-        (
-            "{{ tools }}{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}{% endif %}"
-            "{% endfor %}",
-            "does not show the model the result of a call",
-        ),
-        ("{{ raise_exception('no tools here') }}", "refuses a conversation with tool calls"),
-    ],
-)
+@pytest.mark.parametrize(("template", "said"), [
+    ("{% for m in messages %}{{ m.content }}{% endfor %}", "does not show the model its tools"),
+    (
+        "{{ tools }}{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}{% endif %}"
+        "{% endfor %}",
+        "does not show the model the result of a call",
+    ),
+    ("{{ raise_exception('no tools here') }}", "refuses a conversation with tool calls"),
+])  # fmt: skip
 def test_a_template_without_tools_is_refused(tmp_path: Path, template: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         TurnMarkup(tokenizer(tmp_path, template), [schema(weather)])

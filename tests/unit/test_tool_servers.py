@@ -124,17 +124,13 @@ if os.fork() == 0:
 sys.exit('ends')"""
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (DIES, "it wrote: no such folder: /data;"),
-        (CHATTY, "it wrote: x+ the end;"),
-        (BANNER, "it wrote: port taken.*no message: 'Listening'"),
-        (OTHER, "InitializeResult.*it wrote: speaking LSP"),
-        (OPEN, "it wrote: ends;"),
-    ],
-    ids=["dies", "chatty", "banner", "other", "pipe kept open"],
-)
+@pytest.mark.parametrize(("text", "said"), [
+    (DIES, "it wrote: no such folder: /data;"),
+    (CHATTY, "it wrote: x+ the end;"),
+    (BANNER, "it wrote: port taken.*no message: 'Listening'"),
+    (OTHER, "InitializeResult.*it wrote: speaking LSP"),
+    (OPEN, "it wrote: ends;"),
+], ids=["dies", "chatty", "banner", "other", "pipe kept open"])  # fmt: skip
 async def test_a_server_that_does_not_start_says_why(tmp_path: Path, text: str, said: str) -> None:
     told = await refused(program(tmp_path, text))
     assert re.search(f"servers.broken: `.*` gave no list of tools.*{said}", told), told
@@ -329,22 +325,19 @@ SAID = '{"content": [{"type": "text", "text": "FILL AUTH"}], "isError": WRONG}'
 
 
 @pytest.mark.parametrize("kind", ["application/json", "text/event-stream", "text/html"])
-@pytest.mark.parametrize(
-    ("method", "echo"),
-    [
-        ("initialize", FAULT),
-        ("initialize", '{"error": "bad AUTH"}'),
-        ("initialize", '{"error": "bad AUTH'),
-        ("tools/list", FOUND.replace("RESULT", '{"tools": [{"name": ["AUTH"]}]}')),
-        ("tools/list", FOUND.replace("RESULT", TOOL)),
-        ("tools/call", FAULT),
-        ("tools/call", FAULT.replace("CODE", "-7")),
-        ("tools/call", FOUND.replace("RESULT", SAID).replace("WRONG", "false")),
-        ("tools/call", FOUND.replace("RESULT", SAID).replace("WRONG", "true")),
-        ("tools/call", FOUND.replace("RESULT", '{"content": "AUTH"}')),
-        ("tools/call", "AUTH"),
-    ],
-)
+@pytest.mark.parametrize(("method", "echo"), [
+    ("initialize", FAULT),
+    ("initialize", '{"error": "bad AUTH"}'),
+    ("initialize", '{"error": "bad AUTH'),
+    ("tools/list", FOUND.replace("RESULT", '{"tools": [{"name": ["AUTH"]}]}')),
+    ("tools/list", FOUND.replace("RESULT", TOOL)),
+    ("tools/call", FAULT),
+    ("tools/call", FAULT.replace("CODE", "-7")),
+    ("tools/call", FOUND.replace("RESULT", SAID).replace("WRONG", "false")),
+    ("tools/call", FOUND.replace("RESULT", SAID).replace("WRONG", "true")),
+    ("tools/call", FOUND.replace("RESULT", '{"content": "AUTH"}')),
+    ("tools/call", "AUTH"),
+])  # fmt: skip
 async def test_a_token_that_a_server_echoes_is_told_to_nobody(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -440,18 +433,15 @@ async def test_a_worker_process_reaches_a_server_over_http(monkeypatch: pytest.M
             assert names == ["double", "waits"]
 
 
-@pytest.mark.parametrize(
-    ("servers", "tokens", "said"),
-    [
-        ({"a": "http:///mcp"}, {}, r"servers.a is 'http:///mcp', which names no host"),
-        ({"a": "https://x/mcp?key=hush"}, {}, r"servers.a holds a user, a query"),
-        ({"a": "https://x/mcp"}, {"a": "hush-123"}, r"server_tokens.a is not the name"),
-        ({"a": "https://x/mcp"}, {"a": ""}, r"server_tokens.a is not the name"),
-        ({"a": "true"}, {"a": "A_TOKEN"}, r"server_tokens.a is set, but .*no address"),
-        ({"a": "https://x/mcp"}, {"b": "A_TOKEN"}, r"server_tokens.b is set, but .*no address"),
-        ({"a": " "}, {}, r"servers.a is empty; set the command line or the address"),
-    ],
-)
+@pytest.mark.parametrize(("servers", "tokens", "said"), [
+    ({"a": "http:///mcp"}, {}, r"servers.a is 'http:///mcp', which names no host"),
+    ({"a": "https://x/mcp?key=hush"}, {}, r"servers.a holds a user, a query"),
+    ({"a": "https://x/mcp"}, {"a": "hush-123"}, r"server_tokens.a is not the name"),
+    ({"a": "https://x/mcp"}, {"a": ""}, r"server_tokens.a is not the name"),
+    ({"a": "true"}, {"a": "A_TOKEN"}, r"server_tokens.a is set, but .*no address"),
+    ({"a": "https://x/mcp"}, {"b": "A_TOKEN"}, r"server_tokens.b is set, but .*no address"),
+    ({"a": " "}, {}, r"servers.a is empty; set the command line or the address"),
+])  # fmt: skip
 def test_wrong_settings_of_servers(
     servers: dict[str, str], tokens: dict[str, str], said: str
 ) -> None:

@@ -28,6 +28,11 @@ DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.float16, torc
 SMALL = {name: Tile(32, 16, 4, 2) for name in ("forward", "grad_keys", "grad_queries")}
 
 
+def nightly(*values: Any) -> Any:
+    """A case that is interpreted only in `tests/run.sh nightly`; on a GPU it is one like others."""
+    return pytest.param(*values, marks=pytest.mark.nightly if INTERPRETED else ())
+
+
 def on_device(test: Callable[..., None]) -> Callable[..., None]:
     return test if INTERPRETED else pytest.mark.gpu(test)
 
@@ -39,12 +44,16 @@ def triton_block(tile: tiles.Tiles | None = SMALL, **options: bool) -> Any:
 
 
 @here
-def test_these_tests_in_the_interpreter() -> None:
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("chosen", ["not nightly", pytest.param("", marks=pytest.mark.nightly)])
+def test_these_tests_in_the_interpreter(chosen: str) -> None:
     schedules = "test_sequence_attention.py::test_every_schedule_equals_dense_attention"
     beside = Path(__file__).parent
     # Trees, windows, soft caps and sinks, in every schedule.
     files = [__file__, str(beside / schedules), str(beside / "test_elementwise.py")]
     options = ["-q", "-k", "not (cpu or reference)", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    options += ["-m", chosen]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run = python("-m", "pytest", *files, *options, env=environment, timeout=None)
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
@@ -91,17 +100,19 @@ def test_visits_meet_every_visible_pair_once_and_heavy_tiles_first(
 
 @on_device
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rank", [0, nightly(1)])
+@pytest.mark.parametrize(
+    "layout", ["zigzag", "scattered", nightly("contiguous"), nightly("striped")]
+)
 def test_attention_in_two_blocks(layout: str, rank: int, dtype: torch.dtype) -> None:
     compare(LAYOUTS[layout], rank, (2, 1), 16, dtype, triton_block(), DEVICE)
 
 
 @on_device
 @pytest.mark.parametrize("dtype", [torch.float16, *DTYPES[2:]])
-@pytest.mark.parametrize(
-    ("heads", "width"), [((4, 2), 24), ((3, 1), 8), ((2, 2), 40), ((1, 1), 72), ((1, 1), 136)]
-)
+@pytest.mark.parametrize(("heads", "width"), [
+    ((4, 2), 24), ((1, 1), 136), *map(nightly, ((3, 1), (2, 2), (1, 1)), (8, 40, 72)),
+])  # fmt: skip
 def test_attention_with_odd_heads_and_widths(
     monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int], width: int, dtype: torch.dtype
 ) -> None:
@@ -112,7 +123,9 @@ def test_attention_with_odd_heads_and_widths(
 
 @on_device
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("cap", "width"), [(0.8, 16), (50.0, 16), (0.8, 80), (0.8, 96)])
+@pytest.mark.parametrize(
+    ("cap", "width"), [(0.8, 80), nightly(0.8, 16), nightly(50.0, 16), nightly(0.8, 96)]
+)
 def test_attention_with_a_soft_cap(cap: float, width: int, dtype: torch.dtype) -> None:
     compare(LAYOUTS["zigzag"], 1, (4, 2), width, dtype, triton_block(), DEVICE, cap=cap)
 
@@ -132,10 +145,10 @@ def test_a_head_of_another_width_is_two_tiles(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="test_these_tests_in_the_interpreter runs it")
-@pytest.mark.parametrize("width", [80, 96])
+@pytest.mark.parametrize("width", [80, nightly(96)])
 @pytest.mark.parametrize(("parents", "window", "cap", "has_sinks"), [
-    ((), 20, None, False), ((-1, 0, 0), None, None, False), ((), None, 0.8, True),
-    ((-1, 0, 0), 20, 0.8, True),
+    nightly((), 20, None, False), nightly((-1, 0, 0), None, None, False),
+    nightly((), None, 0.8, True), ((-1, 0, 0), 20, 0.8, True),
 ], ids=["window", "tree", "cap-and-sinks", "all"])  # fmt: skip
 def test_every_kind_of_mask_over_two_tiles(
     parents: tuple[int, ...], window: int | None, cap: float | None, has_sinks: bool, width: int
@@ -151,7 +164,7 @@ def test_every_kind_of_mask_over_two_tiles(
 
 @on_device
 @pytest.mark.parametrize("dtype", [torch.float16, *DTYPES[2:]])
-@pytest.mark.parametrize("width", [16, 32] if INTERPRETED else [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("width", [16, nightly(32)] if INTERPRETED else [16, 32, 64, 128, 256])
 def test_attention_through_the_copy_engine(width: int, dtype: torch.dtype) -> None:
     if not INTERPRETED and torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("needs Hopper or later")
@@ -163,10 +176,11 @@ def test_attention_through_the_copy_engine(width: int, dtype: torch.dtype) -> No
 
 
 @on_device
-@pytest.mark.parametrize("kib", [99, 227] if INTERPRETED else [0])
+@pytest.mark.parametrize("kib", [nightly(99), 227] if INTERPRETED else [0])
 @pytest.mark.parametrize(
     ("width", "dtype"),
-    [(w, torch.float16) for w in (64, 80, 96, 128)] + [(w, torch.float32) for w in (80, 96, 128)]
+    [(80, torch.float32), *(nightly(w, torch.float16) for w in (64, 80, 96, 128))]
+    + [nightly(w, torch.float32) for w in (96, 128)]
     if INTERPRETED
     else [(w, dtype) for w in (64, 80, 96, 128, 192, 256) for dtype in DTYPES],
 )

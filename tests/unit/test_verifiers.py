@@ -48,20 +48,17 @@ def house(name: str, settings: Any = None, **others: Any) -> EnvironmentConfig:
 # regex
 
 
-@pytest.mark.parametrize(
-    ("settings", "answer", "response", "right"),
-    [
-        (RegexConfig(pattern=r"Answer: (\S+)"), "7", "Answer: 8. Answer: 7", True),
-        (RegexConfig(pattern=r"Answer: (\S+)"), "8", "Answer: 8. Answer: 7", False),
-        (RegexConfig(pattern=r"Answer: (\S+)"), "7", "answer: 7", False),
-        (RegexConfig(pattern=r"Answer: (\S+)", ignore_case=True), "X", "answer: x", True),
-        (RegexConfig(pattern=r"\d+"), "12", "5 then 12", True),
-        (RegexConfig(pattern=r"[\d,]+"), "1234", "1,234", True),
-        (RegexConfig(pattern=r"(a)|b"), "b", "b", False),  # the group took no part
-        (RegexConfig(answer_is_pattern=True), r"colou?r (is|was) red", "The color was red", True),
-        (RegexConfig(answer_is_pattern=True), r"colou?r", "The colr", False),
-    ],
-)
+@pytest.mark.parametrize(("settings", "answer", "response", "right"), [
+    (RegexConfig(pattern=r"Answer: (\S+)"), "7", "Answer: 8. Answer: 7", True),
+    (RegexConfig(pattern=r"Answer: (\S+)"), "8", "Answer: 8. Answer: 7", False),
+    (RegexConfig(pattern=r"Answer: (\S+)"), "7", "answer: 7", False),
+    (RegexConfig(pattern=r"Answer: (\S+)", ignore_case=True), "X", "answer: x", True),
+    (RegexConfig(pattern=r"\d+"), "12", "5 then 12", True),
+    (RegexConfig(pattern=r"[\d,]+"), "1234", "1,234", True),
+    (RegexConfig(pattern=r"(a)|b"), "b", "b", False),  # the group took no part
+    (RegexConfig(answer_is_pattern=True), r"colou?r (is|was) red", "The color was red", True),
+    (RegexConfig(answer_is_pattern=True), r"colou?r", "The colr", False),
+])  # fmt: skip
 def test_regex(settings: RegexConfig, answer: str, response: str, right: bool) -> None:
     assert ask(house("regex", settings), answer, response) == float(right)
 
@@ -213,19 +210,16 @@ def test_a_schema_that_refers_to_nothing_is_said_before_a_run(schema: Any) -> No
         ask(column, "", "5", s=schema)
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"anyOf": [{"type": "integer"}, {"type": "array", "items": {"$ref": "#"}}]},
-        {"$ref": "#/$defs/a", "$defs": {"a": {"$anchor": "x", "type": "integer"}}},
-        {"$ref": "#x", "$defs": {"a": {"$anchor": "x", "type": "integer"}}},
-        {"$id": "http://a/b", "$ref": "c", "$defs": {"a": {"$id": "c", "type": "integer"}}},
-        {"type": "integer", "properties": {"$ref": {"type": "string"}}},
-        {"type": "integer", "default": {"$ref": "#/nothing"}, "enum": [5, {"$ref": "#/nothing"}]},
-        {"$schema": "http://json-schema.org/draft-07/schema#", "$ref": "#/definitions/a",
-         "definitions": {"a": {"type": "integer"}}},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("schema", [
+    {"anyOf": [{"type": "integer"}, {"type": "array", "items": {"$ref": "#"}}]},
+    {"$ref": "#/$defs/a", "$defs": {"a": {"$anchor": "x", "type": "integer"}}},
+    {"$ref": "#x", "$defs": {"a": {"$anchor": "x", "type": "integer"}}},
+    {"$id": "http://a/b", "$ref": "c", "$defs": {"a": {"$id": "c", "type": "integer"}}},
+    {"type": "integer", "properties": {"$ref": {"type": "string"}}},
+    {"type": "integer", "default": {"$ref": "#/nothing"}, "enum": [5, {"$ref": "#/nothing"}]},
+    {"$schema": "http://json-schema.org/draft-07/schema#", "$ref": "#/definitions/a",
+     "definitions": {"a": {"type": "integer"}}},
+])  # fmt: skip
 def test_a_schema_may_refer_to_itself(schema: Any) -> None:
     config = house("json_schema", JsonSchemaConfig(schema=json.dumps(schema)))
     assert ask(config, "", "5") == 1.0 and ask(config, "", '"5"') == 0.0
@@ -402,13 +396,10 @@ def test_a_linear_reward(tokens: int, reward: float) -> None:
     assert ask(config, "", counted("x", tokens)) == reward
 
 
-@pytest.mark.parametrize(
-    ("response", "tokens", "reward"),
-    [
-        ("7", 0, 2.0), ("7", 50, 1.5), ("8", 0, -10.0), ("8", 50, -5.0), ("7", 100, -10.0),
-        ("8", 150, -10.0), ("7", 25, 1.0 + (1 + math.cos(math.pi / 4)) / 2),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("response", "tokens", "reward"), [
+    ("7", 0, 2.0), ("7", 50, 1.5), ("8", 0, -10.0), ("8", 50, -5.0), ("7", 100, -10.0),
+    ("8", 150, -10.0), ("7", 25, 1.0 + (1 + math.cos(math.pi / 4)) / 2),
+])  # fmt: skip
 def test_the_cosine_reward(response: str, tokens: int, reward: float) -> None:
     """With the paper's defaults: short right responses are best, short wrong ones are worst."""
     config = house("length", LengthConfig(kind="cosine", longest=100, verifier="exact_match"))
@@ -416,14 +407,11 @@ def test_the_cosine_reward(response: str, tokens: int, reward: float) -> None:
     assert found["reward"] == pytest.approx(reward) and found["correct"] is (response == "7")
 
 
-@pytest.mark.parametrize(
-    ("kind", "response", "tokens", "reward"),
-    [
-        ("l1_exact", "7", 1000, 1.0), ("l1_exact", "7", 1500, 0.85), ("l1_exact", "8", 500, -0.15),
-        ("l1_max", "7", 1000, 0.5), ("l1_max", "7", 0, 0.8), ("l1_max", "7", 9000, 0.0),
-        ("l1_max", "8", 0, 0.0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "response", "tokens", "reward"), [
+    ("l1_exact", "7", 1000, 1.0), ("l1_exact", "7", 1500, 0.85), ("l1_exact", "8", 500, -0.15),
+    ("l1_max", "7", 1000, 0.5), ("l1_max", "7", 0, 0.8), ("l1_max", "7", 9000, 0.0),
+    ("l1_max", "8", 0, 0.0),
+])  # fmt: skip
 def test_the_rewards_of_a_target_length(
     kind: Any, response: str, tokens: int, reward: float
 ) -> None:

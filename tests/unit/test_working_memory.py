@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.apps.launch.launch import main
+from megarl import cli
 from megarl.checks.engine_checks import check_gpu_share
 from megarl.config import RunConfig, read
 from megarl.parallel.layout import Layout
@@ -35,8 +35,8 @@ def test_what_a_colocated_policy_keeps_on_a_gpu(
     """
     (tmp_path / "config.json").write_text(json.dumps(QWEN_14B))
     recipe = str(ROOT / "launch/recipes/dapo_14b.yaml")
-    command = [recipe, "--dry-run", "--nodes", "1", "--gpus-per-node", "8", "--"]
-    assert main([*command, "--model.path", str(tmp_path)]) == 0
+    command = ["run", recipe, "--dry-run", "--nodes", "1", "--gpus-per-node", "8"]
+    assert cli.plan([*command, "--model.path", str(tmp_path)]).run() == 0
     by_hand = 2 * 14_770_033_664 / 8 + 2 * (1e9 + 152_064 * 5_120) + 2 * 2**26 + 2**28 + 2**31
     shown = " ".join(capsys.readouterr().out.split())
     most = 1 - by_hand / 80e9

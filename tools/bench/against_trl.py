@@ -151,7 +151,7 @@ def one_run(
             for row in found["steps"]
         ]
     else:
-        rows, others = run_megarl("train", recipe, args.work, setting, args.deadline, settings)
+        rows, others = run_megarl(recipe, args.work, setting, args.deadline, settings)
         steps = [
             {
                 "step_s": row["time/step_s"],

@@ -119,7 +119,7 @@ def fine_tune(folder: Path, seed: int) -> Path:
             "model.from_scratch": data == "digits",
             "demonstrations.source": folder / f"{data}.jsonl",
         }
-        megarl("sft", SFT, folder / data, settings)
+        megarl(SFT, folder / data, settings)
         model = newest_model(folder / data)
     return model
 
@@ -134,7 +134,7 @@ def run(kind: str, folder: Path, model: Path, seed: int, steps: int) -> dict[str
         "environment.verifier": f"{folder}/reward.py:score",
         **KINDS[kind],
     }
-    rows, _ = megarl("train", RECIPE, folder / kind, settings)
+    rows, _ = megarl(RECIPE, folder / kind, settings)
     timed = rows[SKIPPED:]
 
     def mean(name: str) -> float:

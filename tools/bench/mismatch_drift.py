@@ -2,7 +2,7 @@
 
     python tools/bench/mismatch_drift.py [--rounds 1] [--steps 50] [--json]
 
-`megarl train` with weights that stay as they are: every step trains, makes an optimizer step and
+`task: rl` with weights that stay as they are: every step trains, makes an optimizer step and
 publishes a new version, and the engines generate with `rollout.max_staleness` 1, so that rollouts
 are of the version before. Since all versions are equal, the metrics `mismatch/...` are rounding
 alone, and a slope over the versions would be an error that builds up on the way: in what is
@@ -111,7 +111,7 @@ def run(rate: float, folder: Path, model: Path, seed: int, steps: int) -> dict[s
         "environment.verifier": f"{folder}/reward.py:score",
         "training.optimizer.learning_rate": rate,
     }
-    rows = [row for row in megarl("train", RECIPE, place, settings)[0] if METRICS[0] in row]
+    rows = [row for row in megarl(RECIPE, place, settings)[0] if METRICS[0] in row]
     receipts = receipts_of(place)
     if len(rows) != steps or sorted(receipts) != list(range(steps + 1)):
         raise RuntimeError(f"{place} has {len(rows)} steps and versions {sorted(receipts)}")
@@ -141,7 +141,7 @@ def measure(args: Args) -> dict[str, Any]:
         (folder / "reward.py").write_text(REWARD)
         settings = {"seed": number + 1, "model.path": folder / "model"}
         settings["demonstrations.source"] = folder / "sft.jsonl"
-        megarl("sft", SFT, folder / "sft", settings)
+        megarl(SFT, folder / "sft", settings)
         model = newest_model(folder / "sft")
         for rate in (STILL, CONTROL):
             found = run(rate, folder, model, number + 1, args.steps)

@@ -1,4 +1,4 @@
-"""What megarl's loop costs over its parts: a step of `megarl train` against generation alone and
+"""What megarl's loop costs over its parts: a step of `task: rl` against generation alone and
 training alone, with the same model, prompts, tokens, samples and threads, on two CPU cores.
 
     python tools/bench/overhead.py [--json] [--rounds 3] [--steps 4] [--limits 64,480]
@@ -168,7 +168,7 @@ def run_loop(args: Args, kind: str, limit: int, groups: int) -> dict[str, Any]:
     sizes = {"steps": SKIPPED + args.steps + 1, "limit": limit, "groups": groups}
     settings = settings_of(work / "task", setting, staleness=int(kind == "overlapped"), **sizes)
     recipe = RECIPE.partition("observe:")[0] + "observe: {batches: true}"
-    records, _ = run_megarl("train", recipe, work, setting, args.deadline, settings)
+    records, _ = run_megarl(recipe, work, setting, args.deadline, settings)
     tokens = groups * SAMPLES * limit
     for record in records:
         if (record["tokens/generated"], record["tokens/trained"]) != (tokens, tokens):

@@ -58,7 +58,7 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         "rollout.max_staleness": 0,
     }
     place, started_at = folder / "{preset}_{seed}".format(**case), time.monotonic()
-    megarl("train", recipe, place, settings | EXTRA.get(case["preset"], {}))
+    megarl(recipe, place, settings | EXTRA.get(case["preset"], {}))
     rows = lines_of(place / "evaluations.jsonl")
     curve = [(row["step"], row["eval/accuracy"]) for row in rows if "eval/accuracy" in row]
     return {"curve": curve, "seconds": time.monotonic() - started_at}

@@ -107,7 +107,6 @@ def launcher(python: str, processes: int) -> list[str]:
 
 
 def megarl(
-    command: str,
     recipe: Path | str,
     folder: Path,
     settings: Mapping[str, object],
@@ -116,7 +115,7 @@ def megarl(
     environment: Mapping[str, str] | None = None,
     processes: int = 1,
 ) -> tuple[list[dict[str, Any]], float]:
-    """(metrics of each step, share of the CPU that others took) of `megarl COMMAND RECIPE` in
+    """(metrics of each step, share of the CPU that others took) of `megarl run RECIPE` in
     `folder`, with its output beside it. `recipe`: a file, or a recipe's text, which is written
     beside the folder. `settings`: {name: value}.
     """
@@ -125,7 +124,7 @@ def megarl(
         recipe = folder.with_suffix(".yaml")
     pairs = {"folder": folder, **settings}.items()
     words = [word for name, value in pairs for word in (f"--{name}", str(value))]
-    whole = [*launcher(sys.executable, processes), "-m", "megarl", command, str(recipe), *words]
+    whole = [*launcher(sys.executable, processes), "-m", "megarl", "run", str(recipe), *words]
     environment = environment or {**os.environ, "HF_HUB_OFFLINE": "1"}
     others = run(whole, folder.with_suffix(".log"), deadline_s, environment)
     return lines_of(folder / "metrics.jsonl"), others

@@ -1,4 +1,4 @@
-"""Seconds from `megarl train` to the end of its first step, on the quick start's task and model.
+"""Seconds from `megarl run` to the end of its first step, on the quick start's task and model.
 
     python tools/bench/startup.py --rounds 3
 
@@ -22,7 +22,7 @@ OPTIONS = {"--rounds": (3, "counted runs")}
 
 
 def seconds_to_first_step(data: Path, folder: Path) -> float:
-    """Run `megarl train` for one step; raises `RuntimeError` where it fails or takes too long."""
+    """Run the recipe for one step; raises `RuntimeError` where it fails or takes too long."""
     settings = {
         "steps": 1,
         "model.path": data / "model",
@@ -33,7 +33,7 @@ def seconds_to_first_step(data: Path, folder: Path) -> float:
     }
     metrics, started_at = folder / "metrics.jsonl", time.time()
     try:
-        megarl("train", RECIPES / "quickstart.yaml", folder, settings, 300.0)
+        megarl(RECIPES / "quickstart.yaml", folder, settings, 300.0)
     except RuntimeError:  # such as that a step in which all rewards are equal trains nothing
         if not metrics.exists():
             raise

@@ -1,4 +1,4 @@
-"""`megarl preference` and `megarl sft` against TRL's DPOTrainer and SFTTrainer: tokens a second on
+"""`task: preference` and `task: sft` against TRL's DPOTrainer and SFTTrainer: tokens a second on
 the same machine, model and data; CPU only.
 
     python tools/bench/tune.py [--json] [--kinds preference,sft] [--rounds 3] [--steps 8]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from megarl.apps.doctor.findings import Finding, ask_python
 
 
-class Trial(NamedTuple):
+class TrialProgram(NamedTuple):
     """A Python program whose exit code 0 means success, what is then said, and the advice where it
     fails.
     """
@@ -66,25 +66,25 @@ if current_platform.is_cpu() and not hasattr(torch.ops._C, "init_cpu_memory_env"
     import vllm._C
 """
 TRIALS = {
-    "memfd_create": Trial(
+    "memfd_create": TrialProgram(
         MEMFD,
         "weights can be shared between processes",
         "allow memfd_create and mount /proc without hidepid (a sandbox or seccomp profile"
         " forbids it)",
     ),
-    "gloo, two ranks": Trial(
+    "gloo, two ranks": TrialProgram(
         GLOO,
         "all-reduce right",
         "check that this host's name resolves (getent hosts $(uname -n)); GLOO_SOCKET_IFNAME=lo"
         " names an interface",
     ),
-    "Ray starts and stops": Trial(
+    "Ray starts and stops": TrialProgram(
         RAY,
         "and runs a task",
         "look at the logs in /tmp/megarl-doctor-*/ray/session_latest/logs; /tmp must be writable"
         " and not full",
     ),
-    "vLLM imports": Trial(
+    "vLLM imports": TrialProgram(
         VLLM,
         "with its compiled kernels",
         "bash launch/env.sh; for libnuma: install libnuma1 (Debian) or numactl-libs (Fedora); the"
@@ -94,7 +94,7 @@ TRIALS = {
 """{name of a check: its program}"""
 
 
-def attempt(name: str) -> Iterator[Finding]:
+def try_program(name: str) -> Iterator[Finding]:
     """Check of `megarl doctor`: `ok` if the program `name` of `TRIALS` succeeds, else `FAIL`."""
     trial = TRIALS[name]
     yield ask_python(trial.program).finding(trial.good, trial.fix)

@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from functools import partial
 
 from megarl.apps.doctor import machine, software
-from megarl.apps.doctor.communication import TRIALS, attempt
+from megarl.apps.doctor.communication import TRIALS, try_program
 from megarl.apps.doctor.findings import Finding
 from megarl.apps.verifiers.code.sandbox import Sandbox
 from megarl.cluster.process_env import prepare_environment
@@ -67,7 +67,7 @@ CHECKS: dict[str, Callable[[], Iterator[Finding]]] = {
     "memory": machine.check_memory,
     "/dev/shm": machine.check_shared_memory,
     "disk": machine.check_disk,
-    **{name: partial(attempt, name) for name in TRIALS},
+    **{name: partial(try_program, name) for name in TRIALS},
     "C++ compiler": software.check_compiler,
     "Python headers": software.check_headers,
     "sandbox for programs": check_sandbox,

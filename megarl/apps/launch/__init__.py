@@ -1,1 +1,1 @@
-"""`megarl launch`: a run's trainer ranks and its Ray, on this node or on Slurm's nodes."""
+"""`megarl run`: a run's trainer ranks and its Ray, on this node or on Slurm's nodes."""

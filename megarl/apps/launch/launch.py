@@ -1,10 +1,10 @@
-"""`megarl launch`: start the run of one recipe on this machine, or on all nodes of a Slurm
-allocation.
+"""Start the run of one recipe on this machine, or on all nodes of a Slurm allocation, as `megarl
+run` does with GPUs.
 
     recipe --launch_plan--> LaunchPlan, Gpus --launch_processes--> processes
     processes --launch_run--> exit code
 
-Whatever ends `megarl launch`, every process that it started has ended then, and no other one has.
+Whatever ends the launcher, every process that it started has ended then, and no other one has.
 """
 
 from __future__ import annotations
@@ -16,16 +16,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl import config as configs
 from megarl.apps.launch.launch_plan import (
     Gpus,
     LaunchPlan,
-    Options,
     ProgramCommand,
     deal_cpu,
     deal_gpus,
     make_launch_plan,
-    parse_options,
 )
 from megarl.apps.launch.launch_processes import (
     HEAD,
@@ -40,32 +37,26 @@ from megarl.apps.launch.slurm import allocated_hosts, requeue, srun
 from megarl.checkpoints.lease import take
 from megarl.checks.named_files import check_named_files
 from megarl.config import AnyConfig, RunConfig
-from megarl.console import result
+from megarl.console import Options, result
 from megarl.errors import UserError
 from megarl.parallel.devices import are_hidden, driver_gpus
 from megarl.parallel.launcher import free_port
-from megarl.recipe_kind import recipe_kind
 from megarl.recipe_paths import recipe_path
 from megarl.schema import require
 from megarl.signals import SAVE_WITHIN_S, EndedBySignal
 
 
-def main(arguments: list[str]) -> int:
-    """Run `megarl launch`: start Ray and the trainer ranks of a recipe on all nodes and wait for
-    their end; with `--dry-run` print placement and commands on standard output instead.
-    `arguments`: the words after `megarl launch`. Returns the exit code: that of the ranks that
-    failed first, or 0. Raises `UserError` for a mistake in arguments or recipe, and `EndedBySignal`
-    if a signal ends the run.
+def main(config: AnyConfig, options: Options) -> int:
+    """Start Ray and the trainer ranks of a recipe on all nodes and wait for their end; with
+    `--dry-run` print placement and commands on standard output instead. `options`: the words after
+    `megarl run`. Returns the exit code: that of the ranks that failed first, or 0. Raises
+    `UserError` for a mistake in options or recipe, and `EndedBySignal` if a signal ends the run.
     """
     try:
-        options = parse_options(arguments)
-        kind = recipe_kind(configs.written_tree(options.recipe), options.overrides)
         own = os.uname().nodename
         planned = options.nodes is not None  # for nodes that this process need not be on
         hosts = [own] if planned else allocated_hosts(os.environ, own)
         num_nodes = options.nodes or len(hosts)
-        command = configs.COMMANDS[kind]
-        config = configs.read(kind, options.recipe, options.overrides, announce)
         if options.requeue:
             refuse_requeue(config, options)
         try:
@@ -79,12 +70,12 @@ def main(arguments: list[str]) -> int:
         raise UserError(str(error)) from error
     by_us = not planned or num_nodes == 1
     at = addresses(options, hosts) if by_us else Addresses(ray_port=options.port or RAY_PORT)
-    started = processes(plan, gpus, options, command, at)
-    facts = {"recipe": str(recipe_path(options.recipe).resolve()), "folder": plan.config.folder}
+    started = processes(plan, gpus, options, at)
+    facts = {"recipe": str(recipe_path(options.recipe).resolve()), "folder": config.folder}
     facts |= {"host": " ".join(hosts), "python": sys.executable}
     facts |= {"overrides": " ".join(options.overrides)} if options.overrides else {}
     elsewhere = hosts[0].split(".")[0] != own.split(".")[0]
-    there = srun(hosts[0], [sys.executable, "-m", "megarl", "launch", *arguments])
+    there = srun(hosts[0], [sys.executable, "-m", "megarl", "run", *options.words])
     facts |= {"started from": str(ProgramCommand({}, there))} if elsewhere else {}
     # Imported here: the parameter tables import torch, and a mistake is told without it.
     from megarl.apps.launch.placement_table import placement, plan_text

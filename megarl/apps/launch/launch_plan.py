@@ -1,45 +1,21 @@
-"""What `megarl launch` would start, computed before anything is started: trainer ranks, inference
-engines, and the GPU of each.
+"""What `megarl run` would start on GPUs, computed before anything is started: trainer ranks,
+inference engines, and the GPU of each.
 
-    arguments --parse_options--> Options,  recipe + Options --make_launch_plan--> LaunchPlan
+    recipe + Options --make_launch_plan--> LaunchPlan
     LaunchPlan + GPUs of the nodes --deal_gpus or deal_cpu--> Gpus
 """
 
 from __future__ import annotations
 
-import argparse
-import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarl.config import AnyConfig, RunConfig
-from megarl.console import Arguments
+from megarl.console import Options
 from megarl.parallel.layout import resolve
 from megarl.schema import require
 from megarl.trainer.places import RolePlace, role_places
-
-NUMBERS = ("--gpus-train", "--gpus-engine", "--port", "--nodes", "--gpus-per-node")
-SWITCHES = ("--cpu", "--dry-run", "--requeue")
-
-
-class Options(argparse.Namespace):
-    """Parsed command line of `megarl launch`: path of the recipe, an attribute for each option,
-    None or False where the option is not given, and `overrides` of the recipe's settings.
-    """
-
-    recipe: str
-    gpus_train: int | None = None
-    gpus_engine: int | None = None
-    port: int | None = None
-    nodes: int | None = None
-    gpus_per_node: int | None = None
-    cpu: bool = False
-    dry_run: bool = False
-    requeue: bool = False
-    overrides: Sequence[str] = ()
-    """The words behind `--`, such as `["--steps", "10"]`: settings that replace those of the
-    recipe, in the form that `megarl train` accepts."""
 
 
 @dataclass(frozen=True)
@@ -94,73 +70,15 @@ class Gpus:
     on_cpu: bool = False
 
 
-def whole_number(value: str) -> int:
-    """The number that the text `value` of an option is, from 1 to 99999. Raises argparse's error
-    for any other text.
-    """
-    if not re.fullmatch("[1-9][0-9]{0,4}", value):
-        raise argparse.ArgumentTypeError(f"is '{value}'; set it to a whole number of at least 1")
-    return int(value)
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `megarl launch`, but not the recipe, to `parser`."""
-    for option in NUMBERS:
-        parser.add_argument(option, type=whole_number)
-    for option in SWITCHES:
-        parser.add_argument(option, action="store_true")
-
-
-def parse_options(arguments: Sequence[str]) -> Options:
-    """Parse the words after `megarl launch`: the path of the recipe, options such as `--nodes 2`,
-    and behind `--` settings of the recipe, which become `overrides`. Returns an object with an
-    attribute for each option. Raises `UserError` for an unknown option or a wrong value, and
-    `ValueError` for options that exclude or need each other; the message says what to write
-    instead.
-    """
-    words = list(arguments)
-    cut = words.index("--") if "--" in words else len(words)
-    usage = (
-        "megarl launch --help names the options, and settings of the recipe go after -- (megarl"
-        " launch RECIPE.yaml --cpu -- --steps 10)"
-    )
-    parser = Arguments("megarl launch", usage)
-    parser.add_argument("recipe")
-    add_options(parser)
-    found = parser.parse_intermixed_args(words[:cut], Options())
-    found.overrides = words[cut + 1 :]
-    require(
-        found.dry_run or not (found.nodes or found.gpus_per_node),
-        "--nodes and --gpus-per-node plan a run without starting it: megarl launch starts this"
-        " node, or all nodes of a Slurm allocation; add --dry-run, which prints what to start on"
-        " each node",
-    )
-    require(
-        not (found.gpus_per_node and found.cpu),
-        "--gpus-per-node and --cpu exclude each other; leave one out",
-    )
-    require(
-        not found.nodes or found.gpus_per_node or found.cpu,
-        "--nodes needs --gpus-per-node; set it to the number of GPUs that each node has",
-    )
-    return found
-
-
 def make_launch_plan(config: AnyConfig, options: Options) -> LaunchPlan:
     """The processes of a recipe's run. A run on a fixed data set has ranks of one model and no
     engines. Raises `ValueError` where ranks and layouts do not fit.
     """
-    num_ranks = options.gpus_train or fewest_ranks(config)
+    num_ranks = options.ranks or fewest_ranks(config)
     if not isinstance(config, RunConfig):
         layout = resolve(**dict(config.training.layout), num_ranks=num_ranks)
         return LaunchPlan(config, {"policy": RolePlace(tuple(range(num_ranks)), layout)}, num_ranks)
     rollout = config.rollout
-    engine_gpus = rollout.num_engines * rollout.engine.tensor
-    require(
-        options.gpus_engine in (None, engine_gpus),
-        f"--gpus-engine is {options.gpus_engine}, but the engines have {engine_gpus} GPUs,"
-        " rollout.num_engines x rollout.engine.tensor; leave it out",
-    )
     return LaunchPlan(
         config,
         role_places(config, num_ranks),

@@ -14,14 +14,15 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-from megarl.apps.launch.launch_plan import Gpu, Gpus, LaunchPlan, Options, ProgramCommand
+from megarl.apps.launch.launch_plan import Gpu, Gpus, LaunchPlan, ProgramCommand
 from megarl.apps.launch.slurm import srun
 from megarl.cluster.process_env import ENGINE_RANKS, RAY_ON_LOOPBACK, RAY_SETTINGS
 from megarl.config import RunConfig
+from megarl.console import Options
 from megarl.private_folder import MARK
+from megarl.recipe_paths import recipe_path
 from megarl.signals import SAVE_WITHIN_S, SHUTDOWN, SHUTDOWN_S
 
 HEAD = "NODE0"
@@ -61,7 +62,7 @@ class Addresses:
 
 @dataclass(frozen=True)
 class Process:
-    """A process that `megarl launch` has to start: the number of its node, the command, and its
+    """A process that `megarl run` has to start: the number of its node, the command, and its
     kind, `ray` for a node of Ray, `ranks` for torchrun with all trainer ranks of the node.
     """
 
@@ -71,14 +72,11 @@ class Process:
     command: ProgramCommand
 
 
-def processes(
-    plan: LaunchPlan, gpus: Gpus, options: Options, command: str, at: Addresses
-) -> list[Process]:
+def processes(plan: LaunchPlan, gpus: Gpus, options: Options, at: Addresses) -> list[Process]:
     """Make the commands that start a run, in the order in which they have to run: Ray's head on
     node 0, Ray on the other nodes, then torchrun on each node with trainer ranks. Returns one
     object (node, command, kind) for each process. `plan`, `gpus`: the ranks and engines, and where
-    they are; `command`: the subcommand of megarl that the ranks run, such as "train" or "sft";
-    `at`: addresses and ports.
+    they are; `at`: addresses and ports.
     """
     engines = {gpu.node for one in gpus.engines for gpu in one}
     hosts = sorted({gpu.node for gpu in gpus.ranks})
@@ -87,7 +85,7 @@ def processes(
     joined = sorted({0} | engines | joining) if plan.num_engines else []
     rays = [Process("ray", node, _ray(node, plan, gpus, at)) for node in joined]
     ranks = [
-        Process("ranks", node, _torchrun(node, len(hosts), plan, gpus, options, command, at))
+        Process("ranks", node, _torchrun(node, len(hosts), plan, gpus, options, at))
         for node in hosts
     ]
     return rays + ranks
@@ -135,7 +133,6 @@ def _torchrun(
     plan: LaunchPlan,
     gpus: Gpus,
     options: Options,
-    command: str,
     at: Addresses,
 ) -> ProgramCommand:
     """The command that starts the trainer ranks of a node."""
@@ -148,7 +145,8 @@ def _torchrun(
     words += ["--nproc-per-node", str(len(mine))]
     if several:
         words += ["--master-addr", at.head, "--master-port", str(at.torch_port)]
-    words += ["-m", "megarl", command, str(Path(options.recipe).resolve()), *options.overrides]
+    words += ["-m", "megarl", "run", str(recipe_path(options.recipe).resolve())]
+    words += options.overrides
     ray = RAY_SETTINGS if plan.num_engines else {}
     joins = {"RAY_ADDRESS": f"{at.head}:{at.ray_port}"} if plan.num_engines else {}
     return _command(ray, joins, mine, plan, at, words)

@@ -231,5 +231,5 @@ class Launcher:
 
 
 def announce(text: str) -> None:
-    """Print `text` as one line on standard error, after "megarl launch: "."""
-    print(printable(f"megarl launch: {text}"), file=sys.stderr, flush=True)
+    """Print `text` as one line on standard error, after "megarl run: "."""
+    print(printable(f"megarl run: {text}"), file=sys.stderr, flush=True)

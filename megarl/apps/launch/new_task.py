@@ -18,6 +18,7 @@ from megarl.errors import UserError
 
 RECIPE = """\
 # Every key with its meaning: megarl run recipe.yaml --help prompts
+task: rl
 folder: run                     # where the run writes; `megarl report run`, `megarl chat run`
 steps: 50
 model: {path: MODEL}

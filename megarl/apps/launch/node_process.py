@@ -1,4 +1,4 @@
-"""Program that runs one process of a launch on its node, under the orders of `megarl launch`:
+"""Program that runs one process of a launch on its node, under the orders of `megarl run`:
 
     python -m megarl.apps.launch.node_process ray|ranks PROGRAM [ARGUMENT ...]
 

@@ -68,20 +68,18 @@ def placement(plan: LaunchPlan, gpus: Gpus) -> dict[str, Any]:
     at = {name: [gpus.ranks[rank] for rank in place.ranks] for name, place in plan.roles.items()}
     if isinstance(config, RunConfig):
         layout = plan.roles["policy"].layout
-        is_lent = plan.colocated and not gpus.on_cpu
-        split = known_parameters(config.model, layout.tensor, notes) if is_lent else None
-        if split:
-            kept = kept_memory(split, layout, config)
+        parameters = known_parameters(config.model, layout.tensor, notes)
+        if plan.colocated and not gpus.on_cpu and parameters:
+            kept = kept_memory(parameters, layout, config)
             notes.append(
                 f"policy: while engines generate and receive weights it keeps {kept / GIB:.1f} GiB"
                 " a GPU; rollout.engine.gpu_memory_utilization is at most"
                 f" {most_share(kept, 80e9):g} of a GPU of 80 GB"
             )
         dtype = config.rollout.engine.dtype
-        whole = known_parameters(config.model, 1, notes)
-        memory = whole and Memory(engine_memory(whole, plan.tensor, dtype))
+        memory = Memory(engine_memory(parameters, plan.tensor, dtype)) if parameters else None
         for number, own in enumerate(gpus.engines):
-            row = {"status": "vLLM", "model": config.model.path, "parameters": _count(whole)}
+            row = {"status": "vLLM", "model": config.model.path, "parameters": _count(parameters)}
             row |= {"layout": f"tensor {plan.tensor}", "gpus": gpu_text(own)}
             rows[f"engine {number}"] = row | {"memory": _sizes(memory)}
             at[f"engine {number}"] = own
@@ -97,16 +95,14 @@ def known_parameters(
     """The parameters, as `tensor` tensor-parallel ranks split them, of a model whose config.json is
     on this machine; else None, with a note that says why.
     """
-    folder = local_folder(model.path)
-    if folder is None:
+    try:
+        return sized_parameters(replace(model, path=local_folder(model.path)), tensor)
+    except OSError:
         missing = f"the config.json of {model.path} is not on this machine"
         notes.append(f"? unknown: {missing}; set the path to a folder with it")
-        return None
-    try:
-        return sized_parameters(replace(model, path=str(folder)), tensor)
     except ValueError as error:
         notes.append(f"? unknown: {model.path}: {error}")
-        return None
+    return None
 
 
 def compressed(numbers: Sequence[int | str]) -> str:
@@ -183,9 +179,7 @@ def _role_row(name: str, plan: LaunchPlan, gpus: Gpus, notes: list[str]) -> Row:
 
 def _count(parameters: Sequence[SizedParameter] | None) -> int | str:
     """The number of a model's parameters; "?" if they are not known."""
-    if parameters is None:
-        return "?"
-    return sum(num_elements(parameter.shape) for parameter in parameters)
+    return "?" if parameters is None else sum(num_elements(one.shape) for one in parameters)
 
 
 def _sizes(memory: Memory | None) -> dict[str, float] | str:
@@ -194,19 +188,17 @@ def _sizes(memory: Memory | None) -> dict[str, float] | str:
     return {name: round(getattr(memory, name) / GIB, 2) for name in names} if memory else "?"
 
 
-def local_folder(path: str) -> Path | None:
+def local_folder(path: str) -> str:
     """The folder of a model's config.json. `path`: a folder, or a name on the Hugging Face hub,
-    looked up in the local cache without network. None if there is no such file.
+    looked up in the local cache without network. Raises `OSError` or `ValueError` if there is no
+    such file.
     """
     if (Path(path) / "config.json").is_file():
-        return Path(path)
+        return path
     import huggingface_hub
 
-    try:
-        file = huggingface_hub.hf_hub_download(path, "config.json", local_files_only=True)
-    except (OSError, ValueError):
-        return None
-    return Path(file).parent
+    file = huggingface_hub.hf_hub_download(path, "config.json", local_files_only=True)
+    return str(Path(file).parent)
 
 
 def _shared(rows: Mapping[str, Row], at: Mapping[str, Sequence[Gpu]]) -> list[str]:

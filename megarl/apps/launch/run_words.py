@@ -1,163 +1,121 @@
-"""`megarl run`: the words of the command that starts the run of a recipe on this machine.
+"""`megarl run`: which processes run a recipe on this machine.
 
-    recipe.yaml --steps 3  --words_to_start-->  train recipe.yaml --steps 3
-                                                torchrun --nproc-per-node 2 train recipe.yaml ...
-                                                launch recipe.yaml --gpus-train 2 -- --steps 3
-
-Nothing is started here: the command line runs the words that are returned.
+--cpu, --dry-run, GPUs here, a job of Slurm    Ray and ranks, by `launch.main`
+several ranks                                  ranks, by `parallel.torchrun`
+else, and in a rank                            this process
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 
 from megarl import config as configs
-from megarl.apps.launch.launch_plan import (
-    NUMBERS,
-    SWITCHES,
-    Options,
-    add_options,
-    fewest_ranks,
-    shared_ranks,
-    whole_number,
-)
-from megarl.console import Arguments, say
-from megarl.errors import UserError
+from megarl.apps.launch.launch_plan import fewest_ranks, shared_ranks
+from megarl.config import AnyConfig
+from megarl.console import Options, say
+from megarl.lookup import load
 from megarl.parallel import launcher
 from megarl.parallel.devices import are_hidden, driver_gpus
-from megarl.recipe_kind import recipe_kind
 from megarl.schema import require
 from megarl.signals import SHUTDOWN, SHUTDOWN_S
 
-
-class RunOptions(Options):
-    """Parsed options of `megarl run`: those of `megarl launch` and three of its own, None or False
-    where the option is not given.
-    """
-
-    ranks: int | None = None
-    check: bool = False
-    print_config: bool = False
+PLACEMENT = ("port", "nodes", "gpus_per_node", "cpu", "dry_run", "requeue")
+"""Options of `megarl run` with which Ray and ranks are placed on GPUs and nodes."""
 
 
-def words_to_start(arguments: Sequence[str]) -> list[str]:
-    """The words after `megarl` that do what `megarl run ARGUMENTS` asks for. `arguments`: the
-    recipe, then options of `megarl run` and settings of the recipe in any order. The command that
-    trains the recipe (train, distill, sft, preference or reward-model) is found by the recipe's
-    sections. It is run
-
-    - by `megarl launch`, on a machine with GPUs, in a job of Slurm, and with an option of `launch`;
-    - elsewhere in this process, or by `megarl torchrun` where the run has several ranks.
+def other_processes(name: str, options: Options, kind: type[AnyConfig]) -> Callable[[], int] | None:
+    """The function that starts the run of a recipe in other processes, waits for it and returns its
+    exit code; None where the run is this process. `name`: "run", or "replay", which has ranks but
+    no placement; `kind`: the recipe's configuration class.
 
     Without `--ranks` the run has as many ranks as the recipe's layout, roles and colocated engines
-    need, which a line on standard error says. Raises `UserError` or `ValueError` for a mistake in
-    the words or in the recipe.
+    need, which a line on standard error says, and `options.ranks` is set to it. Raises `ValueError`
+    for options that exclude each other and for a mistake in the recipe.
     """
-    if not arguments or arguments[0].startswith("-"):
-        raise UserError(
-            "megarl run needs a recipe first: megarl run RECIPE.yaml [--section.key value ...]"
-        )
-    recipe, *words = arguments
-    if "--" in words:
-        words.remove("--")
-    parser = Arguments("megarl run")
-    add_options(parser)
-    parser.add_argument("--ranks", type=whole_number)
-    for option in ("--check", "--print-config"):
-        parser.add_argument(option, action="store_true")
-    found, overrides = parser.parse_known_args(words, RunOptions())
-    has_gpus = bool(os.environ.get("SLURM_JOB_ID")) or _has_gpus()
-    if (
-        found.dry_run
-        and "RANK" not in os.environ
-        and not (has_gpus or found.gpus_per_node or found.nodes or found.cpu)
-    ):
-        found.cpu = True
+    places, is_rank = name == "run", "RANK" in os.environ
+    is_told = bool(options.gpus_per_node or options.nodes or options.cpu)
+    is_job = bool(os.environ.get("SLURM_JOB_ID"))
+    has_gpus = places and not is_rank and (is_job or (not is_told and _has_gpus()))
+    if options.dry_run and not is_rank and not (is_told or has_gpus):
+        options.cpu = True
         say("megarl run: no GPU here, so the plan is for CPUs; for GPUs set --gpus-per-node N")
-    of_launch = _options_of_launch(found)
-    asked = [option for option in ("--check", "--print-config") if _value(found, option)]
-    is_rank = "RANK" in os.environ  # torchrun has started this process
-    _refuse_conflicts(found, of_launch, asked, is_rank=is_rank)
-    kind = recipe_kind(configs.written_tree(recipe), overrides)
-    plain = [configs.COMMANDS[kind], recipe, *overrides]
-    if found.print_config or is_rank:
-        return [*plain, *asked]
-    launches = bool(of_launch or has_gpus)
-    config, ranks = configs.read(kind, recipe, overrides), found.ranks
-    if ranks is None and found.gpus_train is None:
+    placed = options.given(*PLACEMENT)
+    _refuse_conflicts(options, placed, is_rank=is_rank)
+    if options.print_config or is_rank:
+        return None
+    launches = bool(placed or has_gpus)
+    config = configs.read(kind, options.recipe, options.overrides, say if launches else str)
+    if options.ranks is None and places:
         is_open = config.training.layout.data == 0
-        if is_open or asked or not launches:  # else `megarl launch` counts and shows the ranks
-            ranks = fewest_ranks(config)
-        if ranks is not None and (ranks > 1 or launches):
+        if is_open or options.check or not launches:  # else `launch.main` shows the ranks
+            options.ranks = fewest_ranks(config)
+        if options.ranks is not None and (options.ranks > 1 or launches):
             why = "as the recipe's layout asks for"
             if is_open and shared_ranks(config):
                 why = "as the recipe's colocated engines ask for"
             elif is_open:
                 why = "the fewest that the recipe's layout asks for; for more set --ranks"
-            say(f"megarl run: {ranks} trainer rank{'s' if ranks > 1 else ''}, {why}")
-    several = ranks is not None and ranks > 1
-    if asked:  # without --ranks the check takes this process for a rank that has been started
-        return [*plain, *asked, *(["--ranks", str(ranks)] if several or launches else [])]
+            say(f"megarl run: {options.ranks} trainer rank{'s'[: options.ranks > 1]}, {why}")
+    is_one = options.ranks in (None, 1)
+    if options.check:
+        if is_one and not launches:
+            options.ranks = None  # the check takes this process for the rank
+        return None
     if launches:
-        counted = ["--gpus-train", str(ranks)] if ranks else []
-        settings = ["--", *overrides] if overrides else []
-        return ["launch", recipe, *of_launch, *counted, *settings]
-    if several:
-        return ["torchrun", "--nproc-per-node", str(ranks), *_patience(config), *plain]
-    return plain
+        return partial(load("megarl.apps.launch.launch:main"), config, options)
+    if is_one:
+        return None
+    words = ["--nproc-per-node", str(options.ranks), *_patience(config), "-m", "megarl", name]
+    words += [options.words[0], *options.overrides]
+    return lambda: load("megarl.parallel.torchrun:run_agent")(words)
 
 
-def _refuse_conflicts(
-    found: RunOptions, of_launch: list[str], asked: list[str], *, is_rank: bool
-) -> None:
-    """Raise `ValueError` for options of which one would be ignored. `of_launch`: the words of those
-    of `megarl launch`; `asked`: those of --check and --print-config that were given; `is_rank`:
-    whether this process is a rank, which starts no others.
+def _refuse_conflicts(options: Options, placed: list[str], *, is_rank: bool) -> None:
+    """Raise `ValueError` for options of which one would be ignored, or that need another.
+    `placed`: the options of a placement that were given.
     """
     require(
-        not (found.ranks and found.gpus_train),
-        "--ranks and --gpus-train both say how many trainer ranks there are; leave one out",
-    )
-    require(
-        not (found.ranks and found.print_config),
+        not (options.ranks and options.print_config),
         "--print-config prints the same for any --ranks; leave one out",
     )
+    asked = options.given("check", "print_config")
     require(
-        not (asked and of_launch),
-        f"{' and '.join(asked)} is not for a placement, which {' '.join(of_launch)} asks for; leave"
+        not (asked and placed),
+        f"{' and '.join(asked)} is not for a placement, which {' '.join(placed)} asks for; leave"
         " one out, or take --dry-run, which checks the recipe too and prints the placement",
     )
-    starts = [*of_launch, *(["--ranks", str(found.ranks)] if found.ranks else [])]
+    starts = [*placed, *options.given("ranks")]
     require(
         not (is_rank and starts),
         f"{' '.join(starts)} is for the process that starts the ranks, but the environment variable"
         " RANK is set, as torchrun sets it in a rank; leave the option out, or unset RANK",
     )
+    require(
+        options.dry_run or not (options.nodes or options.gpus_per_node),
+        "--nodes and --gpus-per-node plan a run without starting it: megarl run starts this node,"
+        " or all nodes of a Slurm allocation; add --dry-run, which prints what to start on each"
+        " node",
+    )
+    require(
+        not (options.gpus_per_node and options.cpu),
+        "--gpus-per-node and --cpu exclude each other; leave one out",
+    )
+    require(
+        not options.nodes or options.gpus_per_node or options.cpu,
+        "--nodes needs --gpus-per-node; set it to the number of GPUs that each node has",
+    )
 
 
-def _patience(config: configs.AnyConfig) -> list[str]:
+def _patience(config: AnyConfig) -> list[str]:
     """torchrun's option to wait long enough after a signal for a checkpoint of the recipe's
     `training.checkpoint.save_within_s`, as words; none where torchrun waits long enough without.
     """
     needs_s = math.ceil(config.training.checkpoint.save_within_s) + 5  # until the ranks have ended
     waits_s = launcher.number(SHUTDOWN, SHUTDOWN_S)
     return ["--shutdown-timeout", str(needs_s)] if needs_s > waits_s else []
-
-
-def _options_of_launch(found: Options) -> list[str]:
-    """The options of `megarl launch` that were given, as words."""
-    words = []
-    for option in (*NUMBERS, *SWITCHES):
-        if value := _value(found, option):
-            words += [option] if option in SWITCHES else [option, str(value)]
-    return words
-
-
-def _value(found: Options, option: str) -> int | bool | None:
-    """The value of an option, such as "--dry-run"; None or False where it was not given."""
-    return getattr(found, option.removeprefix("--").replace("-", "_"))
 
 
 def _has_gpus() -> bool:

@@ -7,12 +7,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.config import RunConfig, written_tree
+from megarl.config import RunConfig
 from megarl.observe.observer import METRICS
 from megarl.observe.sinks import read_records
 from megarl.schema import require
 
 if TYPE_CHECKING:
+    from megarl.console import Options
     from megarl.trainer.context import RunInputs
 
 
@@ -35,23 +36,22 @@ def check_rollout(config: RunConfig, ranks: int | None = None) -> RunInputs:
     return check_run(config, num_ranks=1, new=False)
 
 
-def arguments(words: list[str]) -> tuple[str, list[str]]:
-    """Translate the words after `megarl replay`, RUN [--setting=value ...], into the arguments with
-    which other commands are called. Returns (name of the recipe's class, "RunConfig" or
-    "DistillConfig"; [path of RUN/recipe.yaml, settings of the replay, ...]). Raises `ValueError` if
-    RUN has no recipe.yaml.
+def arguments(options: Options) -> None:
+    """Change the words after `megarl replay`, RUN [--setting=value ...], to those of a command with
+    a recipe: RUN/recipe.yaml, with settings of the replay. Raises `ValueError` if RUN has none.
     """
-    run, rest = Path(words[0]), words[1:]
+    run = Path(options.recipe)
     recipe = run / "recipe.yaml"
     require(
         recipe.is_file(),
         f"{run} has no recipe.yaml; name the folder of a run, as in megarl replay runs/my-run",
     )
-    kind = "DistillConfig" if "teacher" in written_tree(recipe) else "RunConfig"
     settings = {"folder": str(run / "replay"), "resume": "false", "epochs": "null"}
-    given = {word.removeprefix("--").partition("=")[0] for word in rest if word.startswith("--")}
+    words = [word for word in options.overrides if word.startswith("--")]
+    given = {word.removeprefix("--").partition("=")[0] for word in words}
     filled = [f"--{key}={value}" for key, value in settings.items() if key not in given]
-    return kind, [str(recipe), f"--replay.run={run}", *filled, *rest]
+    options.recipe = str(recipe)
+    options.overrides = [f"--replay.run={run}", *filled, *options.overrides]
 
 
 def steps_to_replay(config: RunConfig) -> int:
@@ -99,8 +99,8 @@ def check_replay(config: RunConfig, ranks: int | None = None) -> RunInputs:
     require(
         layout.data == data_ranks,
         f"the batches of {run} are those of {data_ranks} data ranks, and this is {layout}; start"
-        f" the replay with as many ranks as the run, as in megarl torchrun --nproc-per-node"
-        f" {data_ranks * layout.size // layout.data} replay {run}",
+        f" the replay with as many ranks as the run, as in megarl replay {run} --ranks"
+        f" {data_ranks * layout.size // layout.data}",
     )
     check_folder(config.folder, resume=bool(config.resume))
     check_time_to_save(config.training.checkpoint)

@@ -41,6 +41,7 @@ from megarl.apps.runs.report_compare import (
 from megarl.apps.runs.report_rollouts import histograms, listings
 from megarl.console import Arguments, result
 from megarl.errors import UserError
+from megarl.files import UNFINISHED
 from megarl.observe.summary import Run, read_run, read_starts, usual_bounds
 
 FILE, TOGETHER = "report.html", "compare.html"
@@ -55,7 +56,7 @@ def main(arguments: list[str]) -> int:
     `UserError` for other words, for a folder that is none of a run, and if the file cannot be
     written.
     """
-    usage = "it needs one run folder, or several: megarl report RUN [RUN ...] [--out FILE]"
+    usage = "it needs one run folder: megarl report RUN [--out FILE], or several"
     parser = Arguments("megarl report", usage)
     parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--out", type=Path)
@@ -72,7 +73,9 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         raise UserError(str(error)) from error
     except OSError as error:
-        what = f"{error.filename or target} cannot be used: {error.strerror}"
+        if error.filename and not str(error.filename).endswith(UNFINISHED):
+            raise UserError(f"{error.filename} cannot be read: {error.strerror}") from error
+        what = f"{target} cannot be written: {error.strerror}"
         raise UserError(f"{what}; name another file with --out FILE") from error
     return 0
 
@@ -106,8 +109,7 @@ def page_data(folders: Sequence[Path]) -> dict[str, Any]:
             {f"from step {int(one['step']) + 1:,}": [one] for one in read_starts(folders[0])}
         )
         run = runs[folders[0]]
-        only = {"histograms": histograms(run), "listings": listings(run)}
-        only |= {"recipe": text}
+        only = {"histograms": histograms(run), "listings": listings(run), "recipe": text}
     else:
         groups, rows = grouped({folder: settings_of(folder) for folder in folders})
         starts = {
@@ -218,23 +220,23 @@ class Plot(NamedTuple):
     """For runs that learn by reward alone (True), for others alone (False), or for all (None)."""
 
 
-def learnt(title: str, note: str, metric: str, label: str = "rollouts", **how: Any) -> Plot:
+def learnt_plot(title: str, note: str, metric: str, label: str = "rollouts", **how: Any) -> Plot:
     """The plot of a metric in training and in evaluations."""
     greedy = Line(f"eval/{metric}", "held out, greedy", "points")
     sampled = Line(f"eval_sampled/{metric}", "held out, sampled", "rings")
     return Plot(title, note, (Line(metric, label), greedy, sampled), how)
 
 
-def plain(metric: str, title: str, note: str, **how: Any) -> Plot:
+def metric_plot(metric: str, title: str, note: str, **how: Any) -> Plot:
     """The plot of one metric of training."""
     return Plot(title, note, (Line(metric, title.lower()),), how)
 
 
 LEARNING = (
-    learnt("Accuracy", "share of responses judged right", "accuracy",
+    learnt_plot("Accuracy", "share of responses judged right", "accuracy",
            percent=True, span=(0, 1), wide=True),
-    learnt("Reward", "mean of a response, length penalty included", "reward/mean"),
-    learnt("Response length", "mean tokens", "length/mean", zero=True),
+    learnt_plot("Reward", "mean of a response, length penalty included", "reward/mean"),
+    learnt_plot("Response length", "mean tokens", "length/mean", zero=True),
     Plot("Training loss", "",
          (Line("loss", "loss"), Line("eval/loss", "held out", "points")), {"wide": True}, False),
 )  # fmt: skip
@@ -266,22 +268,24 @@ SYSTEMS = (
     ), {"zero": True, "whole": True}),
 )  # fmt: skip
 CRITIC = (
-    plain("critic/loss", "Critic's loss", "half a squared error, in rewards squared", zero=True),
-    plain("critic/explained_variance", "Explained variance", "of the returns, by the critic"),
+    metric_plot(
+        "critic/loss", "Critic's loss", "half a squared error, in rewards squared", zero=True
+    ),
+    metric_plot("critic/explained_variance", "Explained variance", "of the returns, by the critic"),
 )
 OPTIMISATION = (
     Plot("Loss", "policy gradient: its level says nothing about progress",
          (Line("loss", "loss"),), {}, True),
-    plain("entropy", "Entropy", "nats a token", zero=True),
-    plain("grad_norm", "Gradient norm", "before clipping", zero=True),
-    plain("clip_share", "Clipped", "share of tokens outside the clip range",
+    metric_plot("entropy", "Entropy", "nats a token", zero=True),
+    metric_plot("grad_norm", "Gradient norm", "before clipping", zero=True),
+    metric_plot("clip_share", "Clipped", "share of tokens outside the clip range",
           percent=True, zero=True),
-    plain("length/truncated_share", "Cut off", "share of responses at the token limit",
+    metric_plot("length/truncated_share", "Cut off", "share of responses at the token limit",
           percent=True, zero=True),
-    plain("groups/rejected", "Groups rejected", "by dynamic sampling", whole=True, zero=True),
-    plain("kl", "KL to the reference", "nats a token"),
+    metric_plot("groups/rejected", "Groups rejected", "by dynamic sampling", whole=True, zero=True),
+    metric_plot("kl", "KL to the reference", "nats a token"),
     *CRITIC,
-    plain("learning_rate", "Learning rate", "", zero=True),
+    metric_plot("learning_rate", "Learning rate", "", zero=True),
 )  # fmt: skip
 OWN = {"own/": ("training", "of your own function"),
        "environment/": ("rollouts", "mean, of the environment")}  # fmt: skip
@@ -293,7 +297,7 @@ def plots(runs: Sequence[Run]) -> dict[str, list[Plot]]:
     """{section of the page: its plots}, with those of metrics whose names only `runs` know."""
     names = sorted({name for run in runs for record in run.metrics for name in record})
     own = [
-        learnt(name.partition("/")[2], note, name, label)
+        learnt_plot(name.partition("/")[2], note, name, label)
         for begin, (label, note) in OWN.items()
         for name in names
         if name.startswith(begin)
@@ -302,7 +306,7 @@ def plots(runs: Sequence[Run]) -> dict[str, list[Plot]]:
         Line(name, name.split("/")[1]) for name in names if re.fullmatch("source/.+/accuracy", name)
     ]
     of_critics = [
-        plain(line.metric.replace("critic", section, 1), f"{title} ({section})", note, **how)
+        metric_plot(line.metric.replace("critic", section, 1), f"{title} ({section})", note, **how)
         for section in sorted({n.partition("/")[0] for n in names if n.startswith("critics.")})
         for title, note, (line,), how, _ in CRITIC
     ]
@@ -331,7 +335,7 @@ def charts_of(plot: Plot, groups: Mapping[str, Sequence[Run]]) -> list[Chart]:
         (runs,) = drawn.values()
         has_raw = sum(line.kind == "line" for line in plot.lines) == 1
         curves = [
-            curve(line.label, runs, line, number, with_raw=has_raw)
+            group_curve(line.label, runs, line, number, with_raw=has_raw)
             for number, line in enumerate(plot.lines)
         ]
         charts = [chart(plot.title, plot.note, curves, **plot.how)]
@@ -340,7 +344,7 @@ def charts_of(plot: Plot, groups: Mapping[str, Sequence[Run]]) -> list[Chart]:
         for line in plot.lines:
             is_evaluated = line.metric.startswith("eval")
             as_line = line._replace(kind="points" if is_evaluated else "line")
-            curves = [curve(name, drawn[name], as_line, n) for n, name in enumerate(drawn)]
+            curves = [group_curve(name, drawn[name], as_line, n) for n, name in enumerate(drawn)]
             title = plot.title if len(plot.lines) == 1 else f"{plot.title}: {line.label}"
             charts.append(chart(title, plot.note, curves, **plot.how))
     return [one for one in charts if one is not None]
@@ -351,7 +355,7 @@ def has_rewards(run: Run) -> bool:
     return len(run.series("reward/mean")[0]) > 0
 
 
-def curve(
+def group_curve(
     label: str, runs: Sequence[Run], line: Line, number: int, *, with_raw: bool = False
 ) -> Series:
     """The values of a plot's line in several runs, as a dict for JSON, with a row for each run that

@@ -143,7 +143,7 @@ def run_numbers(run: Run) -> dict[str, Number]:
             for name, count in run.failures.items()
         },
         "Steps": ("{:,.6g}".format, "", (facts["steps"],)),
-        "Time of the steps": (duration, "", (seconds,)),
+        "Time of the steps": (duration_text, "", (seconds,)),
         "Time of a step": ("{:.3g}".format, "s", (per_step,)),
         "Generation": ("{:,.0f}".format, "tokens/s", (rates[0],)),
         "Training": ("{:,.0f}".format, "tokens/s", (rates[1],)),
@@ -151,7 +151,7 @@ def run_numbers(run: Run) -> dict[str, Number]:
     return {name: row for name, row in rows.items() if any(one is not None for one in row[2])}
 
 
-def duration(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """Seconds as text, such as "1 min 12 s"."""
     if seconds < 60:
         return f"{seconds:.3g} s"

@@ -159,7 +159,7 @@ def _check_classifier(path: str, hf: transformers.PretrainedConfig) -> None:
     require(
         any(name.endswith("ForSequenceClassification") for name in names),
         f"config.json of model.path has architectures {shortened(str(names))}, but a reward model"
-        " is a ...ForSequenceClassification; set model.path to one, such as megarl reward-model"
+        " is a ...ForSequenceClassification; set model.path to one, such as task: reward_model"
         " trains",
     )
     if Path(path).is_dir() or is_downloaded(path):

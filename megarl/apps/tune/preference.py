@@ -1,4 +1,4 @@
-"""`megarl preference`: learn from preferences without a reward model (DPO, IPO, SimPO, ORPO, KTO).
+"""`task: preference`: learn from preferences without a reward model (DPO, IPO, SimPO, ORPO, KTO).
 
 Preference -> two packed samples -> sums of log-probs [P, 2] -> loss of each pair
 (`megarl.apps.tune.pairwise`), one mean over the step's pairs
@@ -43,7 +43,7 @@ class PreferenceTask(PairTask):
 
 
 def main(config: PreferenceConfig, inputs: RunInputs) -> int:
-    """Run `megarl preference`: train a policy on preferences (DPO, IPO, SimPO, ORPO, KTO) until
+    """Run `task: preference`: train a policy on preferences (DPO, IPO, SimPO, ORPO, KTO) until
     `config.steps`. Every trainer rank calls it; rank 0 prints a summary as one JSON object on
     standard output. `inputs`: tokenizer, data set and so on, as `check_preference` returns them.
     Returns the exit code 0.

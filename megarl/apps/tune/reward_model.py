@@ -1,4 +1,4 @@
-"""`megarl reward-model`: a model that scores whole responses, trained on preferences.
+"""`task: reward_model`: a model that scores whole responses, trained on preferences.
 
 Preference -> two packed samples -> score of the last token of each [P, 2] -> Bradley-Terry loss of
 each pair (`megarl.apps.tune.pairwise`), one mean over the step's pairs
@@ -44,7 +44,7 @@ class RewardModelTask(PairTask):
 
 
 def main(config: RewardModelConfig, inputs: RunInputs) -> int:
-    """Run `megarl reward-model`: train a reward model on pairs of responses until `config.steps`;
+    """Run `task: reward_model`: train a reward model on pairs of responses until `config.steps`;
     the checkpoint's model is a Hugging Face sequence classifier. Every trainer rank calls it; rank
     0 prints a summary as one JSON object on standard output. `inputs`: tokenizer, data set and so
     on, as `check_reward_model` returns them. Returns the exit code 0.

@@ -3,7 +3,7 @@ supervised fine-tuning (the best of n), for preference training (the best and th
 
     prompts x n --engines--> records --environment, reward models--> rewards --keep--> data.jsonl
 
-The folder FOLDER/sample/NUMBER/ holds `data.jsonl`, which `megarl sft` or `megarl preference`
+The folder FOLDER/sample/NUMBER/ holds `data.jsonl`, which `task: sft` or `task: preference`
 reads, `provenance.json`, which says how the data were made, and `records.jsonl`: every response
 with the environment's reward, written as it comes, so that an interrupted run leaves what it has.
 """

@@ -51,7 +51,7 @@ def check_sample(config: RunConfig, ranks: int | None = None) -> SampleInputs:
     inputs = check_run(config, num_ranks=1, new=False)
     alone = RolePlace((0,), Layout(1, 1, 1))
     for name, model in config.reward_models.items():
-        # Of one process: a recipe of `megarl train` may place them elsewhere.
+        # Of one process: a recipe of `task: rl` may place them elsewhere.
         here = {**config.reward_models, name: replace(model, ranks=(), layout=LayoutConfig())}
         own = replace(config, reward_models=here)
         check_role(f"reward_models.{name}", own, inputs.hf, alone, 1)

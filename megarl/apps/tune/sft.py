@@ -1,4 +1,4 @@
-"""`megarl sft`, supervised fine-tuning: demonstrations in, with the same policy network, engine and
+"""`task: sft`, supervised fine-tuning: demonstrations in, with the same policy network, engine and
 packing as reinforcement learning.
 
 Demonstration -> Samples -> MicroBatch -> -log-prob of the response, one mean over the step's
@@ -76,7 +76,7 @@ class SftTask(Task):
 
 
 def main(config: SftConfig, inputs: RunInputs) -> int:
-    """Run `megarl sft`: fine-tune a policy on demonstrations until `config.steps`. Every trainer
+    """Run `task: sft`: fine-tune a policy on demonstrations until `config.steps`. Every trainer
     rank calls it; rank 0 prints a summary as one JSON object on standard output. `inputs`:
     tokenizer, data set and so on, as `check_sft` returns them. Returns the exit code 0.
     """

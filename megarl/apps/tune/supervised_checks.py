@@ -1,5 +1,5 @@
-"""Checks of a recipe that trains on a fixed data set, before anything heavy starts: `megarl sft`,
-`megarl preference` and `megarl reward-model`.
+"""Checks of a recipe that trains on a fixed data set, before anything heavy starts: `task: sft`,
+`task: preference` and `task: reward_model`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ tokenizer, seed=, setting=name of the section) to the rows."""
 
 
 def check_sft(config: SftConfig, ranks: int | None = None) -> RunInputs:
-    """Run all checks of `megarl sft` before anything heavy starts: settings, model, layout and
+    """Run all checks of `task: sft` before anything heavy starts: settings, model, layout and
     data. `ranks`: number of ranks to check for, None for that of the launcher's environment
     variables. Returns what was loaded: tokenizer, model configuration, and on rank 0 the tokenised
     demonstrations. Raises `ValueError` if a check fails.
@@ -57,7 +57,7 @@ def check_sft(config: SftConfig, ranks: int | None = None) -> RunInputs:
 
 
 def check_preference(config: PreferenceConfig, ranks: int | None = None) -> RunInputs:
-    """Run all checks of `megarl preference` before anything heavy starts: settings, model,
+    """Run all checks of `task: preference` before anything heavy starts: settings, model,
     reference model, layout and data. `ranks`: number of ranks to check for, None for that of the
     launcher's environment variables. Returns what was loaded: tokenizer, model configuration, and
     on rank 0 the tokenised preferences. Raises `ValueError` if a check fails.
@@ -90,7 +90,7 @@ def check_preference(config: PreferenceConfig, ranks: int | None = None) -> RunI
 
 
 def check_reward_model(config: RewardModelConfig, ranks: int | None = None) -> RunInputs:
-    """Run all checks of `megarl reward-model` before anything heavy starts: settings, model, layout
+    """Run all checks of `task: reward_model` before anything heavy starts: settings, model, layout
     and data. `ranks`: number of ranks to check for, None for that of the launcher's environment
     variables. Returns what was loaded: model configuration, on rank 0 the tokenised pairs, and a
     tokenizer whose padding token is as Hugging Face's classifiers need it. Raises `ValueError` if a

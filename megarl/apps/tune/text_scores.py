@@ -77,7 +77,7 @@ class TextScorer:
 
     def scores(self, texts: Sequence[Text]) -> list[float]:
         """The score of each text (higher is better; may be NaN or infinite), in their order. Prompt
-        and response are tokenised apart, as `megarl reward-model` does it with its data.
+        and response are tokenised apart, as `task: reward_model` does it with its data.
         """
         prompts, replies = [text.prompt for text in texts], [text.response for text in texts]
         found = scored_tokens(self._tokenizer, prompts, replies, self._template, self._end)

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from megarl.files import in_thread
 from megarl.weight_sync.transports.base import GIVEN_UP, Aborted, Watch, wait_until
@@ -249,7 +249,7 @@ class P2PGroup:
         everybody = [f"joined/{meeting.group}/{rank}" for rank in range(len(self._names))]
         meeting.until(lambda: meeting.store.check(everybody), watch, meeting.poll_s / 2)
         # A connection of its own: while a thread waits for a key, others cannot ask on it.
-        store = PrefixStore(f"group/{meeting.group}", meeting.store.clone())
+        store = PrefixStore(f"group/{meeting.group}", meeting.store.clone())  # pyright: ignore[reportAttributeAccessIssue]
         creating = in_thread(
             "weights: group",
             lambda: _group(store, self._rank, len(everybody), meeting.host, self._device),
