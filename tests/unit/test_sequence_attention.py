@@ -56,8 +56,7 @@ DTYPES = {
 
 @pytest.mark.parametrize("block", BLOCK_NAMES)
 @pytest.mark.parametrize("transport", [
-    pytest.param(name, marks=pytest.mark.nightly if INTERPRETED and name != "ring" else ())
-    for name in TRANSPORTS
+    pytest.param(name, marks=pytest.mark.nightly if INTERPRETED else ()) for name in TRANSPORTS
 ])  # fmt: skip
 def test_every_schedule_equals_dense_attention(transport: str, block: str) -> None:
     @settings(max_examples=4 if block == "triton" else 25, deadline=None, derandomize=True)

@@ -251,8 +251,8 @@ def test_what_the_triton_block_cannot_do_is_refused() -> None:
 
 
 @on_device
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("first", [0, 4000, 9001])
+@pytest.mark.parametrize("dtype", [torch.float32, nightly(torch.bfloat16)])
+@pytest.mark.parametrize("first", [nightly(0), 4000, nightly(9001)])
 def test_logprob_passes_equal_their_twins(first: int, dtype: torch.dtype) -> None:
     from megarl.kernels import logprobs_triton
 
