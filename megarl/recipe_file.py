@@ -37,6 +37,10 @@ RENAMED = {
     "weight_sync.folder": "needless, as no transport uses files; set weight_sync.transport to"
     " shared_memory on one host, to point_to_point on several",
     "rollout.engines_per_relay": "needless, as no run has relays; leave it out",
+    "judge.seed": "needless, as verdicts have no seeds; leave it out",
+    "reward_model.backend": "needless, as vLLM runs reward models; leave it out",
+    "reward_model.precision": "reward_model.engine.dtype",
+    "reward_model.micro_batch_tokens": "reward_model.engine.max_batched_tokens",
 }
 """{key of older recipes: its present name}; old keys are refused with the new name in the
 message."""

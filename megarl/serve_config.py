@@ -13,12 +13,11 @@ from megarl.schema import Config, Excludes, Needs, Of, Range, Without, require, 
 from megarl.trainer.config import ModelConfig
 
 JUDGES_NOTHING = Without("from_scratch", why="but random weights judge nothing")
-TORCH, VLLM = Of("backend", "torch"), Of("backend", "vllm")
 
 
 class ServedModelConfig(Config):
     """A reward model (a sequence classifier) that a reward server scores responses with, run by
-    torch in the server's process or by a vLLM engine.
+    vLLM.
     """
 
     model: Annotated[ModelConfig, JUDGES_NOTHING] = section(ModelConfig)
@@ -30,17 +29,10 @@ class ServedModelConfig(Config):
     max_tokens: Annotated[int, Range(0, MOST_TOKENS)] = 0
     """Most tokens of a prompt with its response; a longer text is a failure and never cut. 0: as
     many as the model has positions."""
-    backend: Literal["torch", "vllm"] = "torch"
-    """What runs the model: torch, in a thread of this process, or vLLM, which needs seconds to
-    start, batches by itself and knows tensor parallelism. Both give the same scores."""
-    precision: Annotated[Literal["float32", "bfloat16"], TORCH] = "float32"
-    """`backend: torch` only: data type of forward passes."""
-    micro_batch_tokens: Annotated[int, Range(1, MOST_TOKENS), TORCH] = 16384
-    """`backend: torch` only: maximum number of tokens processed at once."""
-    engine: Annotated[EngineConfig, VLLM] = section(EngineConfig)
-    """`backend: vllm` only: data type, tensor-parallel degree and memory of the engine."""
-    time_limit_s: Annotated[float, Range(0.1, LONGEST_WAIT_S), VLLM] = 60.0
-    """`backend: vllm` only: seconds until a text without a score counts as a failure."""
+    engine: EngineConfig = section(EngineConfig)
+    """Data type, tensor-parallel degree and memory of the engine."""
+    time_limit_s: Annotated[float, Range(0.1, LONGEST_WAIT_S)] = 60.0
+    """Seconds until a text without a score counts as a failure."""
 
 
 ONE_VERDICT = "but judge.temperature is 0, with which all verdicts on a response are the same"
@@ -48,7 +40,7 @@ ONE_VERDICT = "but judge.temperature is 0, with which all verdicts on a response
 
 class JudgeConfig(Config):
     """A language model that reads a prompt with a response and writes a verdict, from which the
-    score is read. A vLLM engine runs it.
+    score is read; run by vLLM.
     """
 
     model: Annotated[ModelConfig, JUDGES_NOTHING] = section(ModelConfig)
@@ -88,8 +80,6 @@ class JudgeConfig(Config):
     """Sampling temperature; 0 is greedy."""
     samples: Annotated[int, Range(1, 1024), Of("temperature", why=ONE_VERDICT)] = 1
     """Verdicts on each response; the score is the mean of those that can be read."""
-    seed: Annotated[int, Range(0, 2**31 - 1)] = 0
-    """Seed of sampling. The same request gets the same seeds, whatever else is under way."""
     max_tokens: Annotated[int, Range(0, MOST_TOKENS)] = 0
     """Most tokens of what the judge reads and writes together; a longer one is a failure and never
     cut. 0: as many as the model has positions."""
@@ -150,9 +140,6 @@ class ServeRewardConfig(Config):
 
     folder: Annotated[OutputText, Needs("set it to where the log may be: runs/serve")] = ""
     """Folder of the log (`run.log`): what verifiers and libraries print."""
-    num_threads: Annotated[int, Range(0, 4096)] = 0
-    """CPU threads of a reward model that torch runs; 0: OMP_NUM_THREADS of the environment, or all
-    cores. Of a vLLM engine see `engine.num_threads`."""
     environment: Annotated[EnvironmentConfig, SINGLE, OF_TRAINING] = section(EnvironmentConfig)
     """The verifier or reward functions to serve."""
     reward_model: Annotated[ServedModelConfig, Of("reward_model.model.path", why=NO_MODEL)] = (

@@ -96,33 +96,6 @@ def _hear(handler: Any) -> dict[signal.Signals, Any]:
     return {number: signal.signal(number, handler) for number in SIGNALS}
 
 
-class _Signal(BaseException):
-    """A signal, raised as no `KeyboardInterrupt`."""
-
-
-@contextlib.contextmanager
-def past_interrupts() -> Iterator[None]:
-    """A context manager for a block in which a library swallows `KeyboardInterrupt`, as vLLM does
-    while its engine starts. In the block SIGTERM, Ctrl-C and SIGHUP raise a `BaseException` of
-    another class; at the end of the block that becomes an `EndedBySignal`. Only for the main
-    thread, and not around calls of Ray.
-    """
-
-    def end(number: int, frame: FrameType | None) -> None:
-        _hear(signal.SIG_IGN)
-        raise _Signal(number)
-
-    before = _hear(end)
-    try:
-        yield
-    except _Signal as caught:
-        raise EndedBySignal(caught.args[0]) from None
-    finally:
-        for number, handler in before.items():
-            if signal.getsignal(number) is end:  # not where a signal was heard
-                signal.signal(number, handler)
-
-
 class Stop:
     """A flag that says whether a signal has asked the run to stop; true in conditions (`if stop:`)
     once that is so. The context manager `graceful` yields it, and the training loop reads it

@@ -105,10 +105,6 @@ class RewardServerConfig(Config):
     token_variable: str = "MEGARL_REWARD_TOKEN"  # noqa: S105 - a name
     """Name of the environment variable that holds the bearer token. If the variable is set, every
     request but `GET /health` needs the token."""
-    batch_size: Annotated[int, Range(1, 4096)] = 32
-    """Most responses that the reward model scores at once."""
-    linger_ms: Annotated[float, Range(0.0, 10_000.0)] = 5.0
-    """Milliseconds that a response waits for others to fill the reward model's batch."""
     queue_samples: Annotated[int, Range(1, 10**7)] = 4096
     """Responses that may wait for the verifier or the reward model; a request that would exceed
     this is answered with 429."""
@@ -117,7 +113,7 @@ class RewardServerConfig(Config):
     connections: Annotated[int, Range(1, 65536)] = 256
     """Connections at the same time; a request beyond is answered with 503."""
     read_limit_s: Annotated[float, Range(0.1, 3600.0)] = 30.0
-    """Seconds within which a request must have arrived whole; otherwise it is answered with 408."""
+    """Seconds within which a request's body must arrive; otherwise it is answered with 408."""
     drain_s: Annotated[float, Range(0.0, 60.0)] = 10.0
     """Seconds after SIGTERM within which requests under way are still answered."""
 

@@ -67,11 +67,11 @@ def engine_threads(config: RunConfig, *, trains: bool = True) -> int:
 
 def process_threads(config: AnyConfig | ServeRewardConfig) -> int:
     """Number of CPU threads for the process that runs a command with `config`. For a reward server
-    `num_threads`, or where that is 0 OMP_NUM_THREADS, or without it all cores of this machine; for
-    other commands as `trainer_threads` says.
+    OMP_NUM_THREADS, or without it all cores of this machine; for other commands as
+    `trainer_threads` says.
     """
     if isinstance(config, ServeRewardConfig):
-        return config.num_threads or shared(1)
+        return shared(1)
     return trainer_threads(config)
 
 

@@ -39,9 +39,9 @@ layer do not import each other."""
 ANYWHERE = {"config", "config_checks", "presets", "serve_config"}
 """`megarl.config`, its parts, and every package's `config` module: importable from every package but `kernels`
 and `parallel`, since they import nothing but `limits`, `schema`, `recipe_file`, `recipe_paths` and each other."""
-APP_USES_APP = {("doctor", "verifiers"), ("gateway", "tools"), ("serve", "tune")}
-"""(an app, another that it imports): the doctor starts the sandbox of programs, the gateway reads tool
-calls and writes turns as tools do, and a reward server scores texts with a reward model. All other apps are independent of each other."""
+APP_USES_APP = {("doctor", "verifiers"), ("gateway", "tools")}
+"""(an app, another that it imports): the doctor starts the sandbox of programs, and the gateway reads tool
+calls and writes turns as tools do. All other apps are independent of each other."""
 MAY_CALL_TORCH_DISTRIBUTED = {"parallel", "weight_sync"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 80
 TRANSPORTS = "megarl.weight_sync.transports."

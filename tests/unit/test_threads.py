@@ -9,7 +9,7 @@ import pytest
 
 from megarl import host_memory
 from megarl.cluster import process_env
-from megarl.config import RunConfig, ServeRewardConfig, SftConfig, read
+from megarl.config import RunConfig, SftConfig, read
 from megarl.trainer import threads
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch" / "recipes"
@@ -93,6 +93,6 @@ def test_a_number_of_the_recipe_is_the_one_that_libraries_get(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "environ", {**os.environ, "OMP_NUM_THREADS": "1"})
-    served = read(ServeRewardConfig, LAUNCH / "serve_reward.yaml", ("--num_threads", "8"))
-    process_env.prepare_environment(threads.process_threads(served))
+    trains = read(RunConfig, LAUNCH / "grpo.yaml", ("--training.num_threads", "8"))
+    process_env.prepare_environment(threads.process_threads(trains))
     assert os.environ["OMP_NUM_THREADS"] == "8"

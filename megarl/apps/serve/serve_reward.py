@@ -1,7 +1,7 @@
 """`megarl serve-reward`: verifiers, reward functions, a reward model or a judge as an HTTP server,
 which runs until SIGTERM, Ctrl-C or SIGHUP and then answers the requests that are under way.
 
-    requests --RewardServer--> queue --Backend--> verifiers, torch or vLLM (`reward_backends`)
+    requests --RewardServer--> queue --Backend--> verifiers, or a model in vLLM (`vllm_server`)
 """
 
 from __future__ import annotations
@@ -12,28 +12,23 @@ import ipaddress
 import math
 import os
 import socket
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megarl import console
-from megarl.apps.serve.reward_backends import (
-    engine_backend,
-    judge_backend,
-    torch_backend,
-    verifier_backend,
-)
 from megarl.apps.serve.reward_server import Backend, RewardServer
 from megarl.checks.folder_checks import check_writable
 from megarl.checks.verifier_trial import check_verifier
 from megarl.environments.addresses import Token, read_token
-from megarl.environments.config import RewardServerConfig
+from megarl.environments.config import EnvironmentConfig, RewardServerConfig
+from megarl.environments.judging import Judge
+from megarl.environments.scores import Outcome
+from megarl.environments.scoring import client_token
 from megarl.environments.verifiers import named
 from megarl.environments.wire import ROUTE
 from megarl.errors import EngineLost, UserError
@@ -41,6 +36,7 @@ from megarl.parallel import launcher
 from megarl.schema import require
 from megarl.serve_config import ServeRewardConfig
 from megarl.signals import SIGNALS
+from megarl.types import Prompt
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,7 @@ class ServeInputs:
     """
 
     what: str
-    """What is served, in words, such as "reward model PATH by vllm"."""
+    """What is served, in words, such as "reward model PATH"."""
     token: Token | None
     """The bearer token that requests need; None if they need none."""
     start: Callable[[], AbstractAsyncContextManager[Backend]]
@@ -75,24 +71,49 @@ def check_serve_reward(config: ServeRewardConfig, ranks: int | None = None) -> S
     require(size == 1, f"megarl serve-reward runs as one process, but was started as {size} ranks")
     token = server_token(config.server)
     check_writable(config.folder, setting="folder")
-    if path := config.reward_model.model.path:
+    reward_model, judge = config.reward_model.model.path, config.judge.model.path
+    if reward_model or judge:
         # Torch and transformers, which a server of verifiers does without.
-        from megarl.apps.serve.served_models import check_served_reward_model
+        from megarl.apps.serve import served_models, vllm_server
 
-        backend = config.reward_model.backend
-        start = {"torch": torch_backend, "vllm": engine_backend}[backend]
-        model = check_served_reward_model(config.reward_model)
-        what = f"reward model {path} by {backend}"
-        return ServeInputs(what, token, functools.partial(start, model, config.server))
-    if path := config.judge.model.path:
-        from megarl.apps.serve.served_models import check_judge
-
-        judge = check_judge(config.judge)
-        start = functools.partial(judge_backend, config.judge, judge)
-        return ServeInputs(f"judge {path}", token, start)
+        if reward_model:
+            model = served_models.check_served_reward_model(config.reward_model)
+            start = functools.partial(vllm_server.model_backend, model)
+            return ServeInputs(f"reward model {reward_model}", token, start)
+        start = functools.partial(
+            vllm_server.judge_backend, served_models.check_judge(config.judge)
+        )
+        return ServeInputs(f"judge {judge}", token, start)
     check_verifier(config.environment)
     start = functools.partial(verifier_backend, config.environment)
     return ServeInputs(", ".join(named(config.environment)), token, start)
+
+
+@asynccontextmanager
+async def verifier_backend(config: EnvironmentConfig) -> AsyncIterator[Backend]:
+    """Context manager: the recipe's verifier or reward functions, in `config.num_workers` worker
+    processes.
+    """
+    judge = Judge(config, None, client_token(config))
+
+    async def score(prompt: Prompt, response: str) -> Outcome:
+        call = asyncio.ensure_future(judge.judge(prompt, response))
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            await asyncio.wait({call})  # a worker goes on with it, and is not free before
+            raise
+
+    try:
+        with console.phase("verifier"):
+            await judge.pool.start()
+        # A call that asks another server waits without a process.
+        lanes = config.num_workers
+        if judge.clients:
+            lanes *= config.remote.batch_size
+        yield Backend(score, lanes)
+    finally:
+        await judge.close()
 
 
 MIN_TOKEN, MIN_DIFFERENT = 20, 6
@@ -138,28 +159,6 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-LATE = b"HTTP/1.1 408 Request Timeout\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-
-
-class BoundedProtocol(H11Protocol):
-    """uvicorn's protocol (`H11Protocol`) of one connection to the server, with a time limit: the
-    connection is closed with the status 408 if the head of its first request does not arrive within
-    `head_limit_s` seconds.
-    """
-
-    def __init__(self, *args: Any, head_limit_s: float, **settings: Any) -> None:
-        """`head_limit_s`: seconds from the opening of the connection to the end of the request's
-        headers. The other arguments are uvicorn's.
-        """
-        super().__init__(*args, **settings)
-        self.loop.call_later(head_limit_s, self._close_late)
-
-    def _close_late(self) -> None:
-        if self.cycle is None and not self.transport.is_closing():
-            self.transport.write(LATE)
-            self.transport.close()
-
-
 def main(config: ServeRewardConfig, inputs: ServeInputs) -> int:
     """Run `megarl serve-reward`: answer requests for scores over HTTP until SIGTERM, SIGINT or
     SIGHUP arrives. Requests under way are then answered for up to `server.drain_s` seconds, and the
@@ -203,7 +202,7 @@ async def _serve(config: ServeRewardConfig, inputs: ServeInputs, listener: socke
         web = uvicorn.Server(
             uvicorn.Config(
                 server,
-                http=functools.partial(BoundedProtocol, head_limit_s=settings.read_limit_s),  # pyright: ignore[reportArgumentType]
+                http="h11",
                 loop="asyncio",
                 ws="none",
                 lifespan="off",

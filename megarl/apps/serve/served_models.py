@@ -1,5 +1,5 @@
 """Checks, before anything heavy starts, of the models that `megarl serve-reward` serves: a reward
-model, under torch or vLLM, and a judge.
+model, and a judge.
 """
 
 from __future__ import annotations
@@ -17,20 +17,17 @@ from megarl.apps.serve.judge import JudgePrompt, VerdictReader
 from megarl.chat_template import end_of_turn, ends_of_turns, turn_tokens
 from megarl.checkpoints.adapter_files import SCORE
 from megarl.checks.engine_checks import check_cache, check_engine_model
-from megarl.checks.model_checks import check_model, stop_tokens
+from megarl.checks.model_checks import stop_tokens
 from megarl.control_tokens import ControlTokens
 from megarl.data.tokenizer import check_tokenizer, load_tokenizer
 from megarl.data.tokens import scored_tokens
-from megarl.environments.scores import BadScore
 from megarl.limits import MOST_TOKENS
 from megarl.parallel.mesh import local_device
 from megarl.rollout.config import EngineConfig
 from megarl.schema import require, shortened
 from megarl.serve_config import JudgeConfig, ServedModelConfig
 from megarl.third_party import opening
-from megarl.trainer.attention import prove_attention
 from megarl.trainer.config import ModelConfig
-from megarl.trainer.loading import check_weights, empty_model
 from megarl.trainer.model_config import load_model_config
 from megarl.trainer.weights import is_downloaded, shape_of
 from megarl.types import Prompt
@@ -55,29 +52,21 @@ class ServedRewardModel:
 
     def ids(self, prompt: Prompt, response: str) -> list[int]:
         """The token ids of prompt and response that the model scores, with the token that ends a
-        response. Raises `BadScore`, the failure of this response alone, if they are more than
-        `max_tokens`.
+        response.
         """
         template = self.config.template
         said = ControlTokens.of(self.tokenizer).as_text(response, turn_tokens(self.tokenizer))
         (ids,) = scored_tokens(self.tokenizer, [prompt.text], [said], template, self.end)
-        if len(ids) > self.max_tokens:
-            raise BadScore(
-                "error",
-                f"prompt and response have {len(ids):,} tokens, more than reward_model.max_tokens"
-                f" {self.max_tokens:,}",
-            )
         return ids
 
 
 @dataclass(frozen=True)
 class ServedJudge:
-    """What a reward server needs to ask its judge, a language model that writes verdicts on
-    responses: tokenizer, prompt template, reader of verdicts and limits, after their checks. It
-    holds no weights, which the server loads later.
+    """What a reward server needs to ask its judge: settings, prompt template, reader of verdicts
+    and limits, after their checks. It holds no weights, which vLLM loads later.
     """
 
-    tokenizer: PreTrainedTokenizerBase
+    config: JudgeConfig
     max_tokens: int
     """Most tokens of what the judge reads and writes in one verdict."""
     prompt: JudgePrompt
@@ -88,19 +77,13 @@ class ServedJudge:
 
 def check_served_reward_model(config: ServedModelConfig) -> ServedRewardModel:
     """Check the reward model of the recipe's section `reward_model`, without loading its weights.
-    Returns its settings, tokenizer and limit of tokens. Raises `ValueError` unless the program that
-    the recipe names to run it, torch or vLLM, can do so.
+    Returns its settings, tokenizer and limit of tokens. Raises `ValueError` unless vLLM can run it.
     """
-    by_torch = config.backend == "torch"
     with _section("reward_model"):
-        tokenizer, hf = check_model(config.model) if by_torch else _of_folder(config.model)
+        tokenizer, hf = _of_folder(config.model)
         limit = _longest(hf, config.max_tokens, "reward_model")
-        if by_torch:
-            check_weights(config.model, "scalar", needs_score=True)
-            prove_attention(empty_model(config.model))
-        else:
-            _check_classifier(config.model.path, hf)
-            _check_engine(config.engine, hf, limit, "reward_model")
+        _check_classifier(config.model.path, hf)
+        _check_engine(config.engine, hf, limit, "reward_model")
         end = end_of_turn(tokenizer, config.template, is_last=True)
         return ServedRewardModel(config, tokenizer, limit, end)
 
@@ -140,7 +123,7 @@ def check_judge(config: JudgeConfig) -> ServedJudge:
         template_name = "rendered" if config.chat else "none"
         ends = ends_of_turns(tokenizer, template_name, config.template_variables)
         stops = stop_tokens(tokenizer, config.model, hf, ends)
-        return ServedJudge(tokenizer, limit, prompt, reader, stops)
+        return ServedJudge(config, limit, prompt, reader, stops)
 
 
 @contextmanager
