@@ -235,7 +235,7 @@ def test_a_run_whose_last_engine_dies_ends_and_resumes(tmp_path: Path) -> None:
     done, tree = killing_run(tmp_path, "rank", num_engines=1, engine={"tensor": 2})
     assert done.code == 1
     assert "no engine is left; `--resume auto` goes on from the newest checkpoint" in done.err
-    resumed = megarl("train", write_recipe(tmp_path / "recipe.yaml", tree), "--resume", "auto")
+    resumed = megarl("run", write_recipe(tmp_path / "recipe.yaml", tree), "--resume", "auto")
     assert resumed.code == 0, resumed.err[-3000:]
     rows = records(tmp_path / "run" / "metrics.jsonl")
     steps = [row for row in rows if "publish/replaced" in row]
