@@ -71,7 +71,7 @@ def run_of(folder: Path, model: Path, **environment: str) -> tuple[Path, list[di
     # One sequence at a time: no rounding depends on what is sampled beside it.
     tree["rollout"]["engine"] = {"max_num_sequences": 1}
     del tree["evaluation"]
-    done = megarl("train", write_recipe(folder / "recipe.yaml", tree), **environment)
+    done = megarl("run", write_recipe(folder / "recipe.yaml", tree), **environment)
     assert done.code == 0, done.err[-3000:]
     events = records(folder / "run" / "ledger.jsonl")
     return folder / "run", [one for one in events if one["event"] == "finished"]
