@@ -8,6 +8,7 @@ import asyncio
 import socket
 import threading
 import time
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -335,7 +336,7 @@ class Run:
 
 
 @asynccontextmanager
-async def managed(*first: Actor, **settings: Any) -> Any:
+async def managed(*first: Actor, **settings: Any) -> AsyncIterator[Run]:
     run = Run(list(first) or [Actor(), Actor()], **settings)
     yield run
     await run.manager.close()
