@@ -39,6 +39,8 @@ LONGEST_MESSAGE = 2000
 LAUNCH_END_WITHIN_S = 90.0
 """Seconds after a signal until a launcher has ended: more than it gives the ranks, and then Ray."""
 REPLACED = {
+    "watch": "megarl status RUN --watch",
+    "timeline": "a line of shell: docs/activity.md",
     "train": "megarl run RECIPE.yaml, whose recipe says task: rl",
     "launch": "megarl run RECIPE.yaml, with the same options, and --ranks for --gpus-train",
     "torchrun": (
@@ -123,7 +125,7 @@ def help_page(arguments: list[str]) -> str | None:
     if name == "completion":
         return load("megarl.command_line.pages:completion")(rest)
     if name in REPLACED:
-        raise UserError(f"megarl {name} is megarl run now: {REPLACED[name]}")
+        raise UserError(f"megarl {name} is now {REPLACED[name]}")
     if name not in COMMANDS:
         close = closest(name, [*COMMANDS, "completion"]) or f"; use {', '.join(COMMANDS)}"
         raise UserError(f"unknown command {name!r}{close}")
