@@ -4,6 +4,7 @@ transformers, as the trainer's are, and judges whose verdicts are those of its g
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -70,6 +71,12 @@ class Server:
     def below(self) -> list[psutil.Process]:
         """The processes that it has started, and theirs."""
         return list(below(psutil.Process(self.process.pid)))
+
+    def has_started_vllm(self) -> bool:
+        """Whether vLLM's server has started its core."""
+        with contextlib.suppress(psutil.NoSuchProcess):  # one that has just ended
+            return len(self.below()) >= 3
+        return False
 
     def end(self, number: int) -> Done:
         """Signal it, unless that was done, and wait."""
@@ -235,7 +242,7 @@ def test_several_verdicts_and_an_engine_that_dies(tmp_path: Path) -> None:
     judge |= {"max_new_tokens": 24, "require_stop": False}
     asked: list[tuple[Any, str]] = [("3+4=", "7"), ("3+4=", "<eos>a:1"), ("1+1=", "b c")]
     with served(tmp_path / "serve", {"judge": judge}) as server:
-        scored = [score for score in server.ask(asked) if "reward" in score]
+        scored = [score for score in server.ask(asked * 30) if "reward" in score]
         assert scored and any(0 < one["unread"] < 1 for one in scored)
         for one in scored:
             verdicts = round(8 * (1 - one["unread"]))
@@ -253,7 +260,7 @@ def test_several_verdicts_and_an_engine_that_dies(tmp_path: Path) -> None:
 
 def test_a_signal_while_the_engine_starts_leaves_no_process(tmp_path: Path) -> None:
     server = Server(tmp_path / "serve", by_vllm(write_classifier(tmp_path / "model")))
-    until(lambda: len(server.below()) >= 3, START_WITHIN_S)
+    until(server.has_started_vllm, START_WITHIN_S)
     done = server.end(signal.SIGTERM)
     assert (done.code, done.survivors) == (143, []), done.err[-2000:]
 
