@@ -32,9 +32,9 @@ def victims(kind):
         except psutil.Error:
             continue
 
-def begins(self, version, attempt):
-    state["version"] = version
-    begin(self, version, attempt)
+def begins(self, attempt, **options):
+    state["version"] = attempt - 1
+    begin(self, attempt, **options)
 
 def commit(self, bucket, watch):
     if state["version"] == 2 and bucket.number == 3 and not state["killed"]:
