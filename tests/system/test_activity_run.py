@@ -21,14 +21,14 @@ from support.fork_server import below
 from megarl.weight_sync.transports.shared_memory import Sender
 
 plain, calls = Sender.begin, []
-def begin(self, *arguments):
+def begin(self, *arguments, **options):
     calls.append(arguments)
     if len(calls) == 3:  # weights 2
         for one in below(psutil.Process()):
             if one.cmdline() and one.cmdline()[0].startswith("ray::Engine"):
                 one.send_signal(signal.SIGSTOP)
         Path(sys.argv[2]).with_name("stopped").touch()
-    return plain(self, *arguments)
+    return plain(self, *arguments, **options)
 Sender.begin = begin
 from megarl.cli import main
 sys.exit(main())
