@@ -37,6 +37,8 @@ RENAMED = {
     "weight_sync.folder": "needless, as no transport uses files; set weight_sync.transport to"
     " shared_memory on one host, to point_to_point on several",
     "rollout.engines_per_relay": "needless, as no run has relays; leave it out",
+    "server.batch_size": "needless, as vLLM forms batches; leave it out",
+    "server.linger_ms": "needless, as vLLM forms batches; leave it out",
     "judge.seed": "needless, as verdicts have no seeds; leave it out",
     "reward_model.backend": "needless, as vLLM runs reward models; leave it out",
     "reward_model.precision": "reward_model.engine.dtype",
