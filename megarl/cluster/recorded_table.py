@@ -19,6 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -327,5 +328,6 @@ def record(path: str, tensor: int, folder: str) -> str:
 if __name__ == "__main__":
     try:
         print(record(sys.argv[1], int(sys.argv[2]), sys.argv[3]))
-    except Exception as problem:
-        print(json.dumps(shortened(" ".join((str(problem) or repr(problem)).split()), 300)))
+    except Exception as problem:  # some of vLLM's assertions have no words
+        asserted = traceback.extract_tb(problem.__traceback__)[-1].line
+        print(json.dumps(shortened(" ".join((str(problem) or str(asserted)).split()), 300)))

@@ -14,21 +14,29 @@ from megarl.activity.files import read_traces
 
 STEPS = 12
 STOPS = """
-import signal, sys
+import signal, sys, threading, time
 from pathlib import Path
 import psutil
 from support.fork_server import below
 from megarl.weight_sync.transports.shared_memory import Sender
 
-plain, calls = Sender.begin, []
+plain, calls, recipe = Sender.begin, [], Path(sys.argv[2])
+
+def go_on(engine):
+    while not recipe.with_name("shown").exists():
+        time.sleep(0.05)
+    engine.send_signal(signal.SIGCONT)
+
 def begin(self, *arguments, **options):
     calls.append(arguments)
     if len(calls) == 3:  # weights 2
-        for one in below(psutil.Process()):
-            if one.cmdline() and one.cmdline()[0].startswith("ray::Engine"):
-                one.send_signal(signal.SIGSTOP)
-        Path(sys.argv[2]).with_name("stopped").touch()
+        for process in below(psutil.Process()):
+            if process.cmdline() and process.cmdline()[0].startswith("ray::Engine"):
+                process.send_signal(signal.SIGSTOP)
+                threading.Thread(target=go_on, args=(process,), daemon=True).start()
+        recipe.with_name("stopped").touch()
     return plain(self, *arguments, **options)
+
 Sender.begin = begin
 from megarl.cli import main
 sys.exit(main())
@@ -38,7 +46,7 @@ sys.exit(main())
 def test_who_waits_on_whom(tmp_path: Path) -> None:
     run = tmp_path / "run"
     tree = tiny_run(tmp_path, write_model(tmp_path / "model"), steps=STEPS)
-    tree["weight_sync"] = tree.get("weight_sync", {}) | {"timeout_s": 20.0}
+    tree["weight_sync"] = tree.get("weight_sync", {}) | {"timeout_s": 60.0}
     tree["training"]["checkpoint"]["every"] = STEPS
     tree["evaluation"]["every"] = STEPS
     recipe = write_recipe(tmp_path / "recipe.yaml", tree)
@@ -46,6 +54,7 @@ def test_who_waits_on_whom(tmp_path: Path) -> None:
     try:
         until(lambda: (tmp_path / "stopped").exists() or process.poll() is not None, 300)
         shown = status(run, "--stacks")
+        (tmp_path / "shown").touch()
         done = finish(process, mark, 240)
     finally:
         if process.poll() is None:
@@ -59,7 +68,7 @@ def test_who_waits_on_whom(tmp_path: Path) -> None:
     assert now["engine0"]["condition"] == "stopped by a signal"
     waits = now["rank0"]["does"][-1]
     assert waits["what"] == "publication of weights 2" and waits["waits_on"] == ["engines"], waits
-    assert waits["deadline_s"] == 20.0
+    assert waits["deadline_s"] == 60.0
     assert "in publish" in now["rank0"]["stacks"]
     assert "run_busy_loop" in now["engine0-core"]["stacks"]  # vLLM's second process
 
