@@ -88,7 +88,7 @@ def run(
         done = megarl("run", recipe, "--cpu", *arguments)
         assert done.code == 0, done.err[-4000:]
         for number, role in enumerate(named):  # the plan has an entry for each, with its rank
-            entry = rf"^(reward_models\.)?{role}:\n(  .*\n)+?  ranks: '{number + 1}'\n"
+            entry = rf"^  (reward_models\.)?{role}:\n(    .*\n)+?    ranks: '{number + 1}'\n"
             assert re.search(entry, done.err, re.M)
     else:
         done = megarl("run", recipe, *arguments, ranks=ranks)
