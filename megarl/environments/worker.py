@@ -296,14 +296,19 @@ class Host:
             else:
                 found = await self._call(session.start, prompt, setting="start_limit_s")
             if not isinstance(found, Observation):
-                raise TypeError(f"the session's start returned {found!r:.200}, not an Observation")
+                said = f"the session's start returned {found!r:.200}, not an Observation"
+                raise TypeError(said)
             if found.reward != 0.0:
                 raise ValueError("the session's start returned a reward, but no turn was taken yet")
-            follows = found.follows not in (None, -1)
-            if follows or found.role or (found.max_tokens and not found.text):
+            if found.follows not in (None, -1) or (found.max_tokens and not found.text):
                 raise ValueError(
-                    "the session's start returned an observation with a role or a segment that it"
-                    " follows, or an empty one with max_tokens; leave these out"
+                    "the session's start returned an observation that follows a segment, or an"
+                    " empty one with max_tokens; leave both out"
+                )
+            if found.role:
+                raise ValueError(
+                    "the session's start returned an observation with a role, but the prompt has"
+                    " begun the model's turn; leave role out"
                 )
             reply = await self._observation(found)
             goes_on = True

@@ -139,15 +139,15 @@ class Worker:
         # In a run the engines may start at the same time and take every core.
         limit_s = max(START_WITHIN_S, config.load_limit_s) if within_s is None else within_s
         code = config.session or ", ".join(config.tools.functions or named(config))
-        setting = f"{setting_of(config)} '{code}'"
+        told = f"{setting_of(config)} '{code}'"
         try:
             reply = await self.ask("load", config, codec, limit_s=limit_s)
         except WorkerLost as lost:
             if lost.failure == "error":
-                raise ValueError(f"{setting}: its process {lost} at start") from None
+                raise ValueError(f"{told}: its process {lost} at start") from None
             raise ValueError(
-                f"{setting} did not load within {limit_s:g} s; move what takes long out of its"
-                " file's top level, or raise environment.load_limit_s"
+                f"{told} did not load within {limit_s:g} s; move what takes long out of its file's"
+                " top level, or raise environment.load_limit_s"
             ) from None
         if "beats" not in reply:
             raise ValueError(reply.get("refused") or reply.get("detail"))
@@ -181,19 +181,19 @@ class Worker:
             computed = self._computed_s() - before_s > COMPUTES * limit_s or not self._is_own
             kind = "response_limit" if computed else "timeout"
             self.lose(WorkerLost(kind, "gave no reply and was ended"))
-        reply = future.result()
-        if isinstance(reply, WorkerLost):
-            raise reply
-        return reply
+        found = future.result()
+        if isinstance(found, WorkerLost):
+            raise found
+        return found
 
     def _computed_s(self) -> float:
         """Seconds of CPU time that the process and those that it has started have used."""
         used = 0.0
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(self.process.pid)
-            for member in (process, *process.children(recursive=True)):
+            for one in (process, *process.children(recursive=True)):
                 with contextlib.suppress(psutil.Error):
-                    used += sum(member.cpu_times()[:4])
+                    used += sum(one.cpu_times()[:4])
         return used
 
     def lose(self, why: WorkerLost) -> None:
@@ -219,8 +219,9 @@ class Worker:
         waits = {reading, given_up}
         try:
             while not (self.lost or reading.done() or self.how_it_ended()):
+                looked_at = time.monotonic()
                 await asyncio.wait(waits, timeout=LOOK_S, return_when="FIRST_COMPLETED")
-                self._look()
+                self._look(time.monotonic() - looked_at)
             until = time.monotonic() + END_WITHIN_S
             while time.monotonic() < until and not (
                 self.lost or (reading.done() and (reading.result() or self.how_it_ended()))
@@ -260,35 +261,40 @@ class Worker:
             pass
         return ""
 
-    def _look(self) -> None:
-        """End the process if it should give signs of life and does not."""
+    def _look(self, waited_s: float) -> None:
+        """End the process if it should give signs of life and does not. `waited_s`: since the last
+        look.
+        """
+        if waited_s > LOOK_S + GRACE_S / 2:
+            # This process stood still itself, and has not read what came meanwhile.
+            self._heard_at = time.monotonic()
         silent_s = time.monotonic() - self._heard_at
         limits_s = (limit_s for _, limit_s in self.waiting.values())
         most_s = max(limits_s, default=self._config.time_limit_s) + GRACE_S
         if self.beats and silent_s > most_s:
-            why = f"was kept from answering by a call for {silent_s:.0f} s"
-            self.lose(WorkerLost("timeout", f"{why}; an async function must wait, not compute"))
+            said = f"was kept from answering by a call for {silent_s:.0f} s"
+            self.lose(WorkerLost("timeout", f"{said}; an async function must wait, not compute"))
 
     def how_it_ended(self) -> str:
         """How the process has ended, as the rest of a sentence ("ended with exit code 1"); "" while
-        it runs.
+        it runs. The process is not reaped, so that its id is not used again before `kill`.
         """
-        code = self.process.poll()
-        if code is None:
+        found = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is None:
             return ""
-        name = f"signal {signal.Signals(-code).name}" if code < 0 else ""
-        return f"ended by {name}" if name else f"ended with exit code {code}"
+        if found.si_code == os.CLD_EXITED:
+            return f"ended with exit code {found.si_status}"
+        return f"ended by signal {signal.Signals(found.si_status).name}"
 
     def kill(self) -> None:
         """Kill the process, its process group and the processes below it, and wait for its end.
         May be called in any thread; blocks.
         """
         with contextlib.suppress(psutil.Error):
-            for child in psutil.Process(self.process.pid).children(recursive=True):
+            for one in psutil.Process(self.process.pid).children(recursive=True):
                 with contextlib.suppress(psutil.Error):
-                    child.kill()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+                    one.kill()
+        os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
@@ -382,20 +388,20 @@ class Workers:
 
     async def _outcome(self, call: Coroutine[Any, Any, Reply]) -> Outcome:
         try:
-            outcome = Outcome.of(await self._shielded(call))
+            found = Outcome.of(await self._shielded(call))
         except WorkerLost as lost:
             is_session = self._config.has_sessions
-            detail = f"the process of the session {lost}"
+            said = f"the process of the session {lost}"
             if not is_session:
-                detail = f"the verifier's process {lost}"
+                said = f"the verifier's process {lost}"
                 if lost.failure != "error":
-                    detail = f"{late_verdict(self._config.time_limit_s)}: {detail}"
-            is_lost = is_session and lost.failure == "error" and not self._closed
-            outcome = Outcome(failure=lost.failure, detail=detail, lost=is_lost)
-        if outcome.observation is not None:
-            return outcome
+                    said = f"{late_verdict(self._config.time_limit_s)}: {said}"
+            has_ended = is_session and lost.failure == "error" and not self._closed
+            found = Outcome(failure=lost.failure, detail=said, lost=has_ended)
+        if found.observation is not None:
+            return found
         warnings, self._warnings = self._warnings, []
-        return replace(outcome, warning="; ".join(filter(None, [outcome.warning, *warnings])))
+        return replace(found, warning="; ".join(filter(None, [found.warning, *warnings])))
 
     async def _shielded(self, call: Coroutine[Any, Any, Reply]) -> Reply:
         """The reply to a call, which goes on if the caller is cancelled: the process is busy."""
@@ -428,7 +434,7 @@ class Workers:
         """The reply to a request that every process can answer."""
         async with self._room:
             places = range(len(self._busy))
-            place = min(places, key=lambda n: (self._busy[n], self.places[n] is None))
+            place = min(places, key=lambda one: (self._busy[one], self.places[one] is None))
             self._busy[place] += 1
             try:
                 worker = await self._at(place)
