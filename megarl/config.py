@@ -469,8 +469,9 @@ def silence_s(config: RunConfig) -> float:
     """
     engine, environment = config.rollout.engine, config.environment
     restart_s = engine.stall_timeout_s + ENGINE_STARTS * engine.start_timeout_s
+    verdict_s = 2 * environment.time_limit_s  # a call may be made again
     own_s = environment.start_limit_s + environment.agent.longest_s
-    return restart_s + own_s + environment.time_limit_s + 60.0
+    return restart_s + own_s + verdict_s + 60.0
 
 
 TASKS: dict[str, type[AnyConfig]] = {

@@ -2,20 +2,27 @@
 
     await UserCalls(threads).run(function, arguments, limit_s, late) -> what the function returns
     await within(limit_s, awaitable, late) -> what the awaitable gives
+    with ending_forks(): function() -> what it returns, in this process alone
 
-Both are for tasks of an event loop.
+The first two are for tasks of an event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import inspect
+import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+import traceback
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
+
+import psutil
 
 
 class CallStopped(BaseException):
@@ -39,6 +46,27 @@ COMPUTES = 0.25
 uses none, and one that computes may share its core with three others."""
 
 
+@contextlib.contextmanager
+def ending_forks() -> Iterator[None]:
+    """A context manager for a call of a user's code. If the code forks (`os.fork`), the child
+    process ends at the end of the block, with the exit code of an ordinary Python process, and does
+    not go on as a second worker. Errors in this process pass through.
+    """
+    own, code = os.getpid(), 0
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() == own:
+            raise
+        code = 1
+        if isinstance(error, SystemExit):
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        else:
+            traceback.print_exc()
+    if os.getpid() != own:
+        os._exit(code & 0xFF)
+
+
 async def within(limit_s: float, awaitable: Awaitable[Any], late: str) -> Any:
     """Await the user's `awaitable` for at most `limit_s` seconds and return what it gives. Raises
     what it raises; after the limit `LimitExceeded(late)`, with the message `late`. The awaitable is
@@ -59,12 +87,27 @@ async def within(limit_s: float, awaitable: Awaitable[Any], late: str) -> Any:
 
 async def outcome_of(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
     """Await the user's `awaitable`: returns (what it gives, None) or (None, what it raised). So
-    SystemExit, which would end the event loop if a task raised it, is a result.
+    SystemExit, which would end the event loop if a task raised it, is a result. A fork made
+    meanwhile ends.
     """
     try:
-        return await awaitable, None
+        with ending_forks():
+            return await awaitable, None
     except BaseException as error:
         return None, error
+
+
+def _children_s(thread: int) -> float:
+    """Seconds of CPU time that the running processes have used which a thread of this process has
+    started, with all below them. `thread`: its native id.
+    """
+    used = 0.0
+    with contextlib.suppress(OSError, psutil.Error):
+        for child in Path(f"/proc/self/task/{thread}/children").read_text().split():
+            process = psutil.Process(int(child))
+            for one in (process, *process.children(recursive=True)):
+                used += sum(one.cpu_times()[:4])
+    return used
 
 
 class UserCalls:
@@ -94,10 +137,11 @@ class UserCalls:
         before_s: list[float] = []
 
         def call() -> tuple[Any, BaseException | None]:
-            numbers.append(threading.get_ident())
+            numbers.extend((threading.get_ident(), threading.get_native_id()))
             before_s.append(time.thread_time())
             try:
-                return function(*arguments), None
+                with ending_forks():
+                    return function(*arguments), None
             except BaseException as error:  # StopIteration too, which no future takes
                 return None, error
 
@@ -108,13 +152,13 @@ class UserCalls:
         except LimitExceeded as exceeded:
             if not running.done():
                 clock = time.pthread_getcpuclockid(numbers[0])
-                used_s = time.clock_gettime(clock) - before_s[0]
+                used_s = time.clock_gettime(clock) - before_s[0] + _children_s(numbers[1])
                 exceeded.computed = used_s > COMPUTES * limit_s
             raise
         finally:  # the limit may be exceeded, or the caller cancelled
             if not running.done():
                 thread.shutdown(wait=False)
-                for number in numbers:
+                for number in numbers[:1]:
                     stopped = ctypes.c_ulong(number), ctypes.py_object(CallStopped)
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(*stopped)
                 thread = ThreadPoolExecutor(1)

@@ -27,7 +27,7 @@ from megarl.environments.config import EnvironmentConfig
 from megarl.environments.response_text import TAGS, after_last, answer_part, without_thousands
 from megarl.environments.scores import BadScore, Score, add_up, read_score
 from megarl.environments.signatures import RewardFunction, recognised
-from megarl.environments.user_code import load_by_path, own_function, split_name
+from megarl.environments.user_code import Sources, load_by_path, own_function, split_name
 from megarl.schema import require
 from megarl.types import Prompt
 
@@ -179,14 +179,17 @@ def _own_functions(config: EnvironmentConfig) -> Iterator[tuple[str, str]]:
                 yield f"{where}{setting_of(part)}", name
 
 
-def load_functions(config: EnvironmentConfig) -> dict[str, RewardFunction]:
+def load_functions(
+    config: EnvironmentConfig, sources: Sources | None = None
+) -> dict[str, RewardFunction]:
     """Import the user's reward functions that the recipe names. Returns
     {`path/to/file.py:function`: the function in a common form, called with (prompt, response)},
-    without built-in verifiers and reward servers. Raises `ValueError` if a file or function cannot
-    be loaded.
+    without built-in verifiers and reward servers. `sources`: {absolute path: content} of files to
+    be run from there instead of from the disk. Raises `ValueError` if a file or function cannot be
+    loaded.
     """
     return {
-        name: recognised(own_function(name, where, OTHERS), name, where)
+        name: recognised(own_function(name, where, OTHERS, sources), name, where)
         for where, name in _own_functions(config)
     }
 
@@ -324,16 +327,17 @@ def _with_parts(name: str, count: int) -> str:
     return ".".join(["/".join(parts[-count:]), function]) if count else function
 
 
-def load_session(config: EnvironmentConfig) -> Callable[[], Any]:
+def load_session(config: EnvironmentConfig, sources: Sources | None = None) -> Callable[[], Any]:
     """Import the class that `config.session` names, a built-in name or `path/to/file.py:Class`;
-    each rollout gets an instance, made without arguments. Raises `ValueError` if the file or class
+    each rollout gets an instance, made without arguments. `sources`: {absolute path: content} of
+    files to be run from there instead of from the disk. Raises `ValueError` if the file or class
     cannot be loaded, or a method `start` or `step` is missing.
     """
     setting = "environment.session"
     if config.session in lookup.SESSIONS:
         return lookup.load(lookup.SESSIONS[config.session])()
     place = split_name(config.session, setting, OTHER_SESSIONS)
-    made = load_by_path(*place, setting, "class", inspect.isclass)
+    made = load_by_path(*place, setting, "class", inspect.isclass, sources)
     missing = [name for name in ("start", "step") if not callable(getattr(made, name, None))]
     require(
         not missing,

@@ -18,6 +18,7 @@ import json
 import os
 import pickle
 import resource
+import signal
 import socket
 import sys
 import traceback
@@ -43,14 +44,21 @@ from megarl.environments.scores import (
 )
 from megarl.environments.session import AgentObservation, Answer, Observation
 from megarl.environments.signatures import RewardFunction
-from megarl.environments.user_calls import LimitExceeded, UserCalls, within
+from megarl.environments.user_calls import LimitExceeded, UserCalls, ending_forks, within
+from megarl.environments.user_code import Sources
 from megarl.lookup import of_app
 from megarl.signals import die_with_parent
 
 BUILT_IN_MEMORY_MIB = 512
 """Memory limit of a process that runs a built-in verifier, if the recipe sets none."""
+ROOM_LEFT = 0.25
+"""The process of a verifier is replaced before its next request once less than this fraction is
+left of the memory that it could still allocate when its limit was set."""
 BEAT_S = 0.5
 OUT_OF_MEMORY = "the verifier's process ran out of memory"
+MOST_STOPPED = 64
+"""Calls that exceeded their limit before the process is replaced: each may go on, or have left a
+thread behind."""
 MOST_CHARACTERS = 4_000_000
 """Characters of an observation. More cannot be read by a model, and tokenising takes seconds."""
 
@@ -65,11 +73,11 @@ class WorkerChannel:
 
     def __init__(self, descriptor: int, loop: asyncio.AbstractEventLoop) -> None:
         """`descriptor`: of the socket, which belongs to this object from now on."""
-        self._process = os.getpid()
+        self._descriptor, self._process = descriptor, os.getpid()
+        self._file = _identity(descriptor)
         opened = asyncio.open_connection(sock=socket.socket(fileno=descriptor), limit=2**20)
         self._reader, self._writer = loop.run_until_complete(opened)
-        nothing = os.open(os.devnull, os.O_RDWR)
-        os.register_at_fork(after_in_child=lambda: os.dup2(nothing, descriptor, inheritable=False))
+        os.register_at_fork(after_in_child=self._let_go)
 
     async def receive(self) -> tuple[Any, ...] | None:
         """Wait for the next request and return it: (number of the request, name of a method of
@@ -85,10 +93,14 @@ class WorkerChannel:
     def send(self, number: int, reply: Reply) -> None:
         """Send `reply`, a dict of JSON data, to request `number`; returns at once. A reply that is
         no JSON is sent as {failure, detail}. Ends the process if it is a fork of the worker
-        process.
+        process, or if the user's code has closed the socket's descriptor.
         """
         if os.getpid() != self._process:
             os._exit(0)
+        if _identity(self._descriptor) != self._file:
+            said = "megarl: the user's code closed the descriptor of the worker's channel"
+            print(said, file=sys.stderr, flush=True)
+            os._exit(1)
         try:
             line = json.dumps([number, reply])
         except (TypeError, ValueError, RecursionError) as error:
@@ -97,22 +109,54 @@ class WorkerChannel:
             line = json.dumps([number, failed])
         self._writer.write(line.encode() + b"\n")
 
+    def _let_go(self) -> None:
+        if _identity(self._descriptor) == self._file:
+            nothing = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nothing, self._descriptor, inheritable=False)
+            os.close(nothing)
 
-def limit_memory(limit_mib: int) -> None:
-    """Limit what this process may allocate from now on (RLIMIT_DATA), so that it holds at most
-    `limit_mib` MiB in memory; an allocation beyond raises `MemoryError`. Raises `ValueError` if it
-    holds that much already.
+
+def _identity(descriptor: int) -> tuple[int, int] | None:
+    """What tells the open file of a descriptor from others; None if it is closed."""
+    try:
+        found = os.fstat(descriptor)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+class MemoryLimit:
+    """Limits what this process may allocate from now on (RLIMIT_DATA), so that it holds at most
+    `limit_mib` MiB in memory; None: no limit. An allocation beyond raises `MemoryError`. The limit
+    holds from the construction to the end of the process.
     """
-    used = psutil.Process().memory_info()
-    room = limit_mib * 2**20 - used.rss
-    if room <= 0:
-        raise ValueError(
-            f"environment.memory_limit_mib is {limit_mib}, but the verifier's process holds"
-            f" {used.rss / 2**20:.0f} MiB once it has loaded; raise it"
-        )
-    # Not the address space: libraries reserve much more of that than they use. What is reserved
-    # already is not used again, so the limit counts from here.
-    resource.setrlimit(resource.RLIMIT_DATA, (used.data + room, used.data + room))
+
+    def __init__(self, limit_mib: int | None) -> None:
+        """`limit_mib`: MiB; None is no limit. Raises `ValueError` if the process holds that much
+        already.
+        """
+        self.limit_mib = limit_mib
+        if limit_mib is None:
+            return
+        used = psutil.Process().memory_info()
+        self._room = limit_mib * 2**20 - used.rss
+        if self._room <= 0:
+            raise ValueError(
+                f"environment.memory_limit_mib is {limit_mib}, but the verifier's process"
+                f" holds {used.rss / 2**20:.0f} MiB once it has loaded; raise it"
+            )
+        # Not the address space: libraries reserve much more of that than they use. What is
+        # reserved already is not used again, so the limit counts from here.
+        self._most = used.data + self._room
+        resource.setrlimit(resource.RLIMIT_DATA, (self._most, self._most))
+
+    def is_tight(self) -> bool:
+        """Whether earlier requests have left less than a quarter (`ROOM_LEFT`) of the memory that
+        was still free to allocate when the limit was set. False without a limit.
+        """
+        if self.limit_mib is None:
+            return False
+        return self._most - psutil.Process().memory_info().data < ROOM_LEFT * self._room
 
 
 class Host:
@@ -134,7 +178,11 @@ class Host:
     def __init__(self, channel: WorkerChannel, loop: asyncio.AbstractEventLoop) -> None:
         self._channel, self._loop = channel, loop
         self._tasks: set[asyncio.Task[None]] = set()
-        self._limit_mib: int | None = None
+        self._overlaps = False
+        """Whether the process makes several calls at the same time."""
+        self._limit = MemoryLimit(None)
+        self._num_late = 0
+        """Number of calls that exceeded their time limit."""
         self._open: dict[str, Any] = {}
         """{key of a rollout: its session}, of sessions that are in no call."""
         self._in_call: set[str] = set()
@@ -157,7 +205,7 @@ class Host:
                     self._begin_task(self._answer(number, made))
                     continue
                 reply |= made
-            self._channel.send(number, reply)
+            self._send(number, reply)
 
     def _begin_task(self, made: Any) -> None:
         task = self._loop.create_task(made)
@@ -168,6 +216,20 @@ class Host:
         reply: Reply = {}
         with self._failing(reply):
             reply |= await awaited
+        self._send(number, reply)
+
+    def _send(self, number: int, reply: Reply) -> None:
+        """Send a reply, which says whether the process should begin nothing further."""
+        if not self._overlaps:
+            # A timer that the call has set would go off in the next call.
+            for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
+                signal.setitimer(timer, 0)  # the first is that of `signal.alarm` too
+        retires = self._num_late >= MOST_STOPPED
+        if self._verifier is not None:
+            full = OUT_OF_MEMORY in reply.get("detail", "") or self._limit.is_tight()
+            retires = retires or full or "again" in reply
+        if retires:
+            reply["retire"] = True
         self._channel.send(number, reply)
 
     @contextlib.contextmanager
@@ -181,26 +243,32 @@ class Host:
         except BadScore as error:
             reply |= {"failure": error.failure, "detail": str(error)[:DETAIL_CHARACTERS]}
         except LimitExceeded as error:
+            self._num_late += 1
             kind = "response_limit" if error.computed else "timeout"
             reply |= {"failure": kind, "detail": str(error)}
         except MemoryError:
-            limit = self._limit_mib
+            limit = self._limit.limit_mib
             advice = f"; raise environment.memory_limit_mib = {limit}" if limit else ""
             # What is built in keeps nothing between two calls.
             kind = "error" if self._is_own else "response_limit"
             reply |= {"failure": kind, "detail": f"{OUT_OF_MEMORY}{advice}"}
-            reply |= {"is_last": True} if self._verifier is not None else {}
         except BaseException as error:  # SystemExit and such must not end the process either
             reply |= {"failure": "error", "detail": _said(error)[:DETAIL_CHARACTERS]}
+            # A thread that an earlier call has left behind may have interrupted this one.
+            is_interrupted = KeyboardInterrupt in (type(error), type(error.__cause__))
+            if self._verifier is not None and is_interrupted:
+                reply["again"] = True
 
     # Loading
 
-    def load(self, config: EnvironmentConfig, codec: Codec | None) -> Reply:
+    def load(self, config: EnvironmentConfig, codec: Codec | None, sources: Sources) -> Reply:
         """Load the verifier, session class or tools that the recipe names. `codec`: decodes and
-        encodes token ids; None if all responses are texts. Returns {refused: message} if loading
-        fails; otherwise {tools: schemas of the tools in OpenAI's format, forms: {name of a reward
-        function: its form, where that is TRL's or verl's}, beats: bool}. `beats`: the process may
-        run several calls at the same time, and therefore reports every 0.5 s that it is alive.
+        encodes token ids; None if all responses are texts. `sources`: {absolute path: content} of
+        the user's files, used in place of what is on the disk. Returns {refused: message} if
+        loading fails; otherwise {imported: paths of files imported from the folders of the user's
+        files, tools: schemas of the tools in OpenAI's format, forms: {name of a reward function:
+        its form, where that is TRL's or verl's}, beats: bool}. `beats`: the process may run several
+        calls at the same time, and therefore reports every 0.5 s that it is alive.
         """
         self._config, self._codec = config, codec
         limit_mib, functions = config.memory_limit_mib, dict[str, RewardFunction]()
@@ -217,30 +285,29 @@ class Host:
             if config.isolate and (config.has_sessions or own):
                 enter_own_domain(mounts=bool(config.programs))
             self._is_own = bool(own) or config.has_sessions
-            user_code.prepare_imports(own)
-            if kind:
-                kit = of_app(kind)(config, codec)
-                self._loop.run_until_complete(kit.start())
-                about["tools"], self._make = kit.schemas, kit.session
-            elif config.has_sessions:
-                self._make = verifiers.load_session(config)
-            else:
-                functions = verifiers.load_functions(config)
-                self._verifier = verifiers.load_verifier(config, functions)
-                limit_mib = limit_mib or (None if own else BUILT_IN_MEMORY_MIB)
-            if limit_mib is not None:
-                limit_memory(limit_mib)
-            self._limit_mib = limit_mib
+            with ending_forks():
+                user_code.prepare_imports(own, sources)
+                if kind:
+                    kit = of_app(kind)(config, codec, sources)
+                    self._loop.run_until_complete(kit.start())
+                    about["tools"], self._make = kit.schemas, kit.session
+                elif config.has_sessions:
+                    self._make = verifiers.load_session(config, sources)
+                else:
+                    functions = verifiers.load_functions(config, sources)
+                    self._verifier = verifiers.load_verifier(config, functions)
+                    limit_mib = limit_mib or (None if own else BUILT_IN_MEMORY_MIB)
+            self._limit = MemoryLimit(limit_mib)
         except BaseException as error:
             return {"refused": str(error) if isinstance(error, ValueError) else _said(error)}
         gc.collect()
         gc.freeze()  # what is imported stays, and would be searched again and again
         self._calls = UserCalls(config.threads)
-        overlaps = config.has_sessions or verifiers.may_overlap(config, functions)
-        if overlaps:
+        self._overlaps = config.has_sessions or verifiers.may_overlap(config, functions)
+        if self._overlaps:
             self._begin_task(self._beat())
         about["forms"] = {name: one.form for name, one in functions.items() if one.form}
-        return about | {"beats": overlaps}
+        return about | {"imported": user_code.neighbours(own), "beats": self._overlaps}
 
     async def _beat(self) -> None:
         """Send a sign of life, the number 0, again and again. Without it the pool knows that a call
@@ -269,7 +336,8 @@ class Host:
             num_tokens = len(self._codec.encode(response))
         if num_tokens is not None:
             response = Counted.of(response, num_tokens)
-        made = self._verifier(prompt, response)
+        with ending_forks():
+            made = self._verifier(prompt, response)
         return self._judged(made) if inspect.isawaitable(made) else self._score(made)
 
     async def _judged(self, made: Awaitable[Any]) -> Reply:

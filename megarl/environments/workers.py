@@ -8,9 +8,11 @@ A process that ends, closes its socket, sends anything but replies, or does not 
 killed with all that it has started, and another process takes its place.
 
 A process calls one plain verifier at a time. A verifier that hangs, even in C code, costs its
-process and its own sample. Of `async` verifiers a process has up to `environment.concurrency` calls
-under way; one of them that ends the process costs all of these. So does what an earlier call has
-left behind (a thread, a timer) if it ends the process.
+process and its own sample. Where the process ends during a call, the call is repeated once, in a
+new process: an earlier call may have left behind what ended it. Of `async` verifiers a process has
+up to `environment.concurrency` calls under way; where one of these calls ends the process, all of
+them are repeated, one at a time in a process of their own, so that only the call that ends its
+process fails.
 
 Thousands of sessions are open at once; the calls of one process run concurrently. A call that
 exceeds its time limit costs its own rollout. A process that one call keeps from answering anything
@@ -32,7 +34,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -44,7 +46,9 @@ from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scores import Outcome, Reply, late_verdict
 from megarl.environments.user_calls import COMPUTES
+from megarl.environments.user_code import Sources, UserFiles
 from megarl.environments.verifiers import named, own_files, setting_of
+from megarl.private_folder import MARK, kill_marked
 from megarl.types import Prompt
 
 ROOT = Path(__file__).resolve().parents[2]  # where the package megarl lies
@@ -59,7 +63,7 @@ START_WITHIN_S = 120.0  # a verifier of one's own may import much
 GRACE_S = 5.0
 """Seconds without a sign of life, beyond the time limit of a call, after which a process is
 killed: an `async` function keeps it by computing, or code in C keeps Python's lock."""
-LOOK_S, POLL_S = 0.5, 0.01
+LOOK_S = 0.5
 END_WITHIN_S = 1.0
 """Seconds that a process has to end by itself once its socket is closed, so that its exit code is
 known. Replies that a process sent before it ended are read for as long, since a child process may
@@ -81,6 +85,9 @@ class WorkerLost(Exception):
     """Continues a sentence about the process."""
     calls: int = 1
     """Number of requests that waited for a reply."""
+    by_itself: bool = False
+    """Whether the process ended, closed its channel or sent no reply: through the call that waits,
+    or through what an earlier one has left behind."""
 
     def __str__(self) -> str:
         return self.message
@@ -104,6 +111,7 @@ class Worker:
         with its parent, even one killed by force.
         """
         self._config, self._is_own = config, bool(own_files(config))
+        self._mark = f"{os.environ.get(MARK, '')}/{secrets.token_hex(8)}"
         ours, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
@@ -112,11 +120,15 @@ class Worker:
                 [sys.executable, "-P", "-c", PROGRAM, str(ROOT), str(os.getpid())],
                 stdin=theirs.fileno(),
                 # A verifier is code nobody vouches for, and what it says ends up in transcripts.
-                env=config.variables(os.environ),
+                # What the verifier starts, in whatever session, is known and killed by the mark.
+                env=config.variables(os.environ) | {MARK: self._mark},
                 # Ctrl-C is the parent's affair
                 start_new_session=True,
             )
-        self._given_up = asyncio.Event()
+        self._ending = os.pidfd_open(self.process.pid)
+        """Descriptor that is readable once the process has ended."""
+        self._has_ended = asyncio.Event()
+        """Set once the process has ended, or is to be ended."""
         self._writer: asyncio.Future[asyncio.StreamWriter] = asyncio.Future()
         self.waiting: dict[int, tuple[asyncio.Future[Reply | WorkerLost], float]] = {}
         """{number of a request: (future of its reply, its time limit in seconds)}"""
@@ -124,16 +136,20 @@ class Worker:
         """Number of the last request. The user's code in the process should not guess one."""
         self.lost: WorkerLost | None = None
         """Why the process is gone; None while it runs."""
+        self.retires = False
+        """Whether the process asked to be replaced: it begins nothing further."""
         self._heard_at = time.monotonic()
         self.life = asyncio.create_task(self._live(ours))
 
-    async def load(self, codec: Codec | None, within_s: float | None) -> Reply:
-        """Make the process load the verifier, session class or tools of the recipe. `codec`:
-        decodes and encodes token ids; None if all responses are texts. Returns {tools: schemas of
-        the tools in OpenAI's format, forms: {name of a reward function: its form, where that is
-        TRL's or verl's}, beats: whether the process reports every 0.5 s that it is alive}. Raises
-        `ValueError`, with advice, if loading fails or takes more than `within_s` seconds; None: two
-        minutes, or `environment.load_limit_s` if that is longer.
+    async def load(self, codec: Codec | None, sources: Sources, within_s: float | None) -> Reply:
+        """Make the process load the verifier, session class or tools of the recipe; user files are
+        taken from `sources`, {absolute path: content}, if they are there. `codec`: decodes and
+        encodes token ids; None if all responses are texts. Returns {imported: paths of files
+        imported from the folders of the user's files, tools: schemas of the tools in OpenAI's
+        format, forms: {name of a reward function: its form, where that is TRL's or verl's}, beats:
+        whether the process reports every 0.5 s that it is alive}. Raises `ValueError`, with advice,
+        if loading fails or takes more than `within_s` seconds; None: two minutes, or
+        `environment.load_limit_s` if that is longer.
         """
         config = self._config
         # In a run the engines may start at the same time and take every core.
@@ -141,7 +157,7 @@ class Worker:
         code = config.session or ", ".join(config.tools.functions or named(config))
         told = f"{setting_of(config)} '{code}'"
         try:
-            reply = await self.ask("load", config, codec, limit_s=limit_s)
+            reply = await self.ask("load", config, codec, sources, limit_s=limit_s)
         except WorkerLost as lost:
             if lost.failure == "error":
                 raise ValueError(f"{told}: its process {lost} at start") from None
@@ -149,7 +165,7 @@ class Worker:
                 f"{told} did not load within {limit_s:g} s; move what takes long out of its file's"
                 " top level, or raise environment.load_limit_s"
             ) from None
-        if "beats" not in reply:
+        if "imported" not in reply:
             raise ValueError(reply.get("refused") or reply.get("detail"))
         self.beats = reply["beats"]
         return reply
@@ -203,7 +219,7 @@ class Worker:
         """
         if self.lost is None:
             self.lost, why.calls = why, len(self.waiting)
-            self._given_up.set()
+            self._has_ended.set()
             for future, _ in self.waiting.values():
                 future.set_result(why)
             self.waiting.clear()
@@ -214,29 +230,33 @@ class Worker:
         """
         reader, writer = await asyncio.open_connection(sock=channel, limit=MOST_BYTES)
         self._writer.set_result(writer)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._ending, self._note_end)
         reading = asyncio.create_task(self._read(reader))
-        given_up = asyncio.create_task(self._given_up.wait())
-        waits = {reading, given_up}
+        ended = asyncio.create_task(self._has_ended.wait())
         try:
-            while not (self.lost or reading.done() or self.how_it_ended()):
+            while not (reading.done() or ended.done()):
                 looked_at = time.monotonic()
-                await asyncio.wait(waits, timeout=LOOK_S, return_when="FIRST_COMPLETED")
+                await asyncio.wait({reading, ended}, timeout=LOOK_S, return_when="FIRST_COMPLETED")
                 self._look(time.monotonic() - looked_at)
-            until = time.monotonic() + END_WITHIN_S
-            while time.monotonic() < until and not (
-                self.lost or (reading.done() and (reading.result() or self.how_it_ended()))
-            ):
-                await asyncio.sleep(POLL_S)
-            deed = reading.result() if reading.done() else ""
-            deed = deed or self.how_it_ended() or "closed the channel that it replies through"
-            self.lose(WorkerLost("error", deed))
+            if self.lost is None:
+                await asyncio.wait({reading, ended}, timeout=END_WITHIN_S)
+                said = reading.result() if reading.done() else ""
+                said = said or self.how_it_ended() or "closed the channel that it replies through"
+                self.lose(WorkerLost("error", said, by_itself=True))
         finally:
             self.lose(WorkerLost("error", "was ended with its pool"))
+            loop.remove_reader(self._ending)
             reading.cancel()
-            given_up.cancel()
+            ended.cancel()
             # A process with much memory can take a second to end.
             await asyncio.to_thread(self.kill)
             writer.close()
+            os.close(self._ending)
+
+    def _note_end(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._ending)  # it is readable from now on
+        self._has_ended.set()
 
     async def _read(self, reader: asyncio.StreamReader) -> str:
         """Read replies until the channel is closed, or until something else comes: returns what
@@ -251,10 +271,8 @@ class Worker:
                     continue
                 if number not in self.waiting:
                     return "sent a reply to no request"
-                is_last = reply.pop("is_last", False)
+                self.retires = reply.pop("retire", False) or self.retires
                 self.waiting.pop(number)[0].set_result(reply)
-                if is_last:
-                    self.lose(WorkerLost("error", "ran out of memory"))
         except (ValueError, TypeError, AttributeError, RecursionError):
             return f"sent no reply but {line[:40]!r}"
         except OSError:
@@ -287,8 +305,8 @@ class Worker:
         return f"ended by signal {signal.Signals(found.si_status).name}"
 
     def kill(self) -> None:
-        """Kill the process, its process group and the processes below it, and wait for its end.
-        May be called in any thread; blocks.
+        """Kill the process and every process that it has started, and wait for its end. May be
+        called in any thread; blocks.
         """
         with contextlib.suppress(psutil.Error):
             for one in psutil.Process(self.process.pid).children(recursive=True):
@@ -296,12 +314,15 @@ class Worker:
                     one.kill()
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        kill_marked(self._mark)
 
 
 class Workers:
     """Scores responses with the recipe's verifier, or runs the recipe's sessions (multi-turn
-    environments), in `config.num_workers` worker processes. Each process starts with the first
-    request for it. All methods are called in one event loop; `close` ends the processes.
+    environments), in `config.num_workers` worker processes. One more process repeats calls, one at
+    a time, that another call may have made fail, as by ending the process of both. Each process
+    starts with the first request for it. All methods are called in one event loop; `close` ends the
+    processes. `codec` decodes and encodes token ids; None if all responses are texts.
     """
 
     def __init__(self, config: EnvironmentConfig, codec: Codec | None) -> None:
@@ -309,15 +330,15 @@ class Workers:
         `ValueError` if a file of the user's is missing.
         """
         self._config, self._codec = config, codec
-        own_files(config)
-        self.places: list[Worker | None] = [None] * config.num_workers
+        self.files = UserFiles(own_files(config))
+        self.places: list[Worker | None] = [None] * (config.num_workers + 1)
         self._starting = [asyncio.Lock() for _ in self.places]
         self._busy = [0] * config.num_workers
-        """Requests under way in each process."""
+        """Requests under way in each process but the one for calls that are repeated."""
         self._room = asyncio.Semaphore(config.num_workers)
-        self._has_loaded = False
-        self._warnings: list[str] = []
-        """What the user is told with the next outcome."""
+        self._alone = asyncio.Lock()
+        self._overlaps: bool | None = None
+        """Whether a process makes several calls at the same time; None before one has loaded."""
         self.tools: list[dict[str, Any]] = []
         """The recipe's tools, as {"type": "function", "function": {name, description, parameters}};
         empty before a process has loaded."""
@@ -396,12 +417,12 @@ class Workers:
                 said = f"the verifier's process {lost}"
                 if lost.failure != "error":
                     said = f"{late_verdict(self._config.time_limit_s)}: {said}"
-            has_ended = is_session and lost.failure == "error" and not self._closed
+            has_ended = is_session and lost.by_itself
             found = Outcome(failure=lost.failure, detail=said, lost=has_ended)
         if found.observation is not None:
             return found
-        warnings, self._warnings = self._warnings, []
-        return replace(found, warning="; ".join(filter(None, [found.warning, *warnings])))
+        warning = "; ".join(filter(None, [found.warning, self.files.take_warning()]))
+        return replace(found, warning=warning)
 
     async def _shielded(self, call: Coroutine[Any, Any, Reply]) -> Reply:
         """The reply to a call, which goes on if the caller is cancelled: the process is busy."""
@@ -429,18 +450,53 @@ class Workers:
         finally:
             if command == "cut_off" or "observation" not in reply:
                 self._homes.pop(key, None)
+            if worker is not None:
+                self._settle(worker)
 
     async def _anywhere(self, *message: Any, limit_s: float) -> Reply:
-        """The reply to a request that every process can answer."""
+        """The reply to a request that every process can answer. It is made again, once, where
+        another call may be why it failed.
+        """
         async with self._room:
             places = range(len(self._busy))
             place = min(places, key=lambda one: (self._busy[one], self.places[one] is None))
             self._busy[place] += 1
             try:
-                worker = await self._at(place)
-                return await worker.ask(*message, limit_s=limit_s)
+                reply = await self._first_reply(place, message, limit_s)
+                if reply is None and not self._overlaps:
+                    # The next process of the place has made no call before this one.
+                    reply = await self._in(place, message, limit_s)
             finally:
                 self._busy[place] -= 1
+        if reply is None:
+            async with self._alone:
+                reply = await self._in(len(places), message, limit_s)
+        reply.pop("again", None)
+        return reply
+
+    async def _first_reply(
+        self, place: int, message: Sequence[Any], limit_s: float
+    ) -> Reply | None:
+        """The reply of the process in a place; None if the call is to be made again."""
+        try:
+            reply = await self._in(place, message, limit_s)
+        except WorkerLost as lost:
+            if lost.calls == 1 and not lost.by_itself:
+                raise
+            return None
+        return None if "again" in reply else reply
+
+    async def _in(self, place: int, message: Sequence[Any], limit_s: float) -> Reply:
+        worker = await self._at(place)
+        try:
+            return await worker.ask(*message, limit_s=limit_s)
+        finally:
+            self._settle(worker)
+
+    def _settle(self, worker: Worker) -> None:
+        """End a process that retires and has nothing to do. To be called after each request."""
+        if worker.retires and not worker.waiting and worker not in self._homes.values():
+            worker.lose(WorkerLost("error", "has retired"))
 
     async def _at(self, place: int, within_s: float | None = None) -> Worker:
         """The process in a place, which is started if none runs there. Raises `ValueError` if that
@@ -448,28 +504,34 @@ class Workers:
         """
         async with self._starting[place]:
             worker = self.places[place]
-            if worker is not None and not worker.lost and worker.how_it_ended():
-                await asyncio.wait({worker.life})  # which sets `lost`
-            if worker is None or worker.lost:
-                lost, self.places[place] = worker and worker.lost, None
-                if lost and (lost.calls == 0 or self._config.has_sessions):
-                    self._warnings.append(f"a worker process {lost}, and is replaced")
+            if worker is not None and not worker.retires:
+                if not worker.lost and worker.how_it_ended():
+                    await asyncio.wait({worker.life})  # which sets `lost`
+                if (lost := worker.lost) and self._config.has_sessions and lost.by_itself:
+                    again = "the rollouts whose sessions it ran begin again, once"
+                    self.files.warn(f"a worker process {lost}, and is replaced; {again}")
+                elif lost and lost.calls == 0:
+                    self.files.warn(f"a worker process {lost} between two calls, and is replaced")
+            if worker is None or worker.lost or worker.retires:
+                self.places[place] = None
                 worker = self.places[place] = await self._start(within_s)
             return worker
 
     async def _start(self, within_s: float | None) -> Worker:
         if self._closed:
             raise RuntimeError("the environment's pool is closed")
+        sources = self.files.current()
         worker = Worker(self._config)
         self._alive.add(worker)
         worker.life.add_done_callback(lambda _: self._alive.discard(worker))
         try:
-            loaded = await worker.load(self._codec, within_s)
+            loaded = await worker.load(self._codec, sources, within_s)
+            self.files.loaded(loaded["imported"])
         except BaseException:
             worker.lose(WorkerLost("error", "was not loaded"))
             raise
-        if not self._has_loaded:
-            self._has_loaded, self.tools, self.forms = True, loaded["tools"], loaded["forms"]
+        if self._overlaps is None:
+            self._overlaps, self.tools, self.forms = worker.beats, loaded["tools"], loaded["forms"]
             for _ in range((self._config.concurrency - 1) * len(self._busy) * worker.beats):
                 self._room.release()
         return worker

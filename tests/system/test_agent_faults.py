@@ -224,7 +224,7 @@ def test_a_run_goes_on_after_faults_of_its_agents(tmp_path: Path) -> None:
     late = [one for one in told if re.search(r"longer than .*time_limit_s = 30 s", one[1])]
     assert (len(killed), len(late), len(told)) == (1, 1, 2), told
     # Those of the worker process that was killed were made again.
-    assert "worker process ended by signal SIGKILL, and is replaced" in done.err
+    assert "worker process ended by signal SIGKILL, and is replaced; the rollouts" in done.err
     assert sum(step["verifier/timeouts"] for step in steps) == 1
     assert sum(step["verifier/errors"] for step in steps) == 1
 

@@ -78,7 +78,7 @@ async def play(
     """([(whether a call is of the main conversation, what the model was asked)], the answer, turns not trained)."""
     codec, agent = codec_of_characters(folder), settings | {"context_tokens": 200_000}
     config = EnvironmentConfig(agent=agent)
-    kit, asked, left = AgentKit(config, codec), [], list(says)
+    kit, asked, left = AgentKit(config, codec, {}), [], list(says)
     await kit.start()
     session = kit.session()
     try:

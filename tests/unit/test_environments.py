@@ -258,7 +258,7 @@ def test_time_waiting_for_a_worker_is_not_counted(own: str) -> None:
     assert [verdict.failure for verdict in together(config, *["wait"] * 10)] == [""] * 10
 
 
-@pytest.mark.parametrize("what", ["child", "session", "bare"])
+@pytest.mark.parametrize("what", ["child", "session", "orphan", "bare"])
 def test_what_a_killed_verifier_started_is_killed_too(what: str, own: str, tmp_path: Path) -> None:
     config = EnvironmentConfig(verifier=f"{own}:judge", time_limit_s=0.5)
     (verdict,) = together(config, what, prompt=writes_to(tmp_path))
@@ -275,7 +275,7 @@ async def test_a_worker_killed_between_verdicts_is_replaced(own: str, tmp_path: 
         first, second = [await score(environment, "=7"), await score(environment, "=7")]
     assert first.correct, "nothing had been judged yet, so the request is given to the replacement"
     assert second.correct
-    assert "by signal SIGKILL, and is replaced" in first.warning
+    assert "by signal SIGKILL between two calls, and is replaced" in first.warning
     assert not second.warning
 
 

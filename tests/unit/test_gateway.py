@@ -74,7 +74,7 @@ async def play(
     """
     (folder / "agent.py").write_text("async def run(prompt, client): ...\n")
     settings: Any = {"function": f"{folder}/agent.py:run", "context_tokens": 400} | agent
-    kit = AgentKit(EnvironmentConfig(agent=settings), codec)
+    kit = AgentKit(EnvironmentConfig(agent=settings), codec, {})
     await kit.start()
     found, session = Played(), kit.session()
 
@@ -354,7 +354,7 @@ def test_a_function_harms_nobody_else(codec: Codec, tmp_path: Path) -> None:
 
     async def run() -> list[Any]:
         agent: Any = {"function": f"{tmp_path}/own.py:run"}
-        kit = AgentKit(EnvironmentConfig(agent=agent), codec)
+        kit = AgentKit(EnvironmentConfig(agent=agent), codec, {})
         await kit.start()
         found: list[Any] = []
         for answer in ("exit", "3"):

@@ -64,7 +64,7 @@ class Gateway:
 async def gateway(codec: Codec, folder: Path, **agent: Any) -> AsyncIterator[Gateway]:
     (folder / "agent.py").write_text("async def run(prompt, client): ...\n")
     settings: Any = {"function": f"{folder}/agent.py:run", "context_tokens": 400} | agent
-    kit = AgentKit(EnvironmentConfig(agent=settings), codec)
+    kit = AgentKit(EnvironmentConfig(agent=settings), codec, {})
     await kit.start()
     session, is_over = kit.session(), asyncio.Event()
     found = Gateway(kit, session.key)

@@ -20,9 +20,10 @@ from megarl.environments.scores import BadScore, read_score
 from megarl.environments.scoring import Environment
 from megarl.environments.user_code import prepare_imports
 from megarl.environments.verifiers import load_verifier, short_names
-from megarl.environments.worker import limit_memory
+from megarl.environments.worker import MemoryLimit
 from megarl.environments.workers import Worker
 from megarl.rollout.batch import own_metrics
+from megarl.types import Verdict
 
 
 def example(name: str, folder: Path) -> str:
@@ -193,7 +194,7 @@ def test_helpers_of_one_name_beside_two_files(
             write(paths[-1], f"import only_{folder}\ndef score(p, r): return only_{folder}.V\n")
         ] = 1.0
     config = EnvironmentConfig(rewards=weights)
-    prepare_imports(paths)
+    prepare_imports(paths, {})
     total = asyncio.run(load_verifier(config)(PROMPT, "x"))  # type: ignore[arg-type]
     assert total.metrics == {"reward/a/r.score": 0.0, "reward/b/r.score": 1.0}
     write(paths[1], "from own_util import V\ndef score(p, r): return V\n")
@@ -234,15 +235,44 @@ def test_settings_that_contradict_each_other(case: str) -> None:
 
 
 OWN = """
+import os
+import beside
+
 def score(prompt, response):
+    if response == "die":
+        os.kill(os.getpid(), 9)
     if response == "allocate":
         held = bytearray(2**30)
-    return 1.0
+    return {"reward": beside.VALUE, "version": 1}
 """
+
+
+def test_editing_the_files_does_not_change_a_run(tmp_path: Path) -> None:
+    """A process that replaces another runs what the first one ran, also of files beside it."""
+    own = write(tmp_path / "own.py", OWN)
+    (tmp_path / "beside.py").write_text("VALUE = 2.5\n")
+
+    async def use(environment: Environment) -> list[Verdict]:
+        found = []
+        for number, edit in enumerate(["version 2", "version 3", "def score(:"]):
+            found.append(await environment.score(PROMPT, "x", 1, False))
+            (tmp_path / "own.py").write_text(edit if number == 2 else OWN.replace("1", "2"))
+            (tmp_path / "beside.py").write_text("VALUE = 9.0\n")
+            found.append(await environment.score(PROMPT, "die", 1, False))
+            assert found[-1].failure == "error"
+        return [*found, await environment.score(PROMPT, "x", 1, False)]
+
+    found = run(EnvironmentConfig(verifier=own), use)
+    for verdict in found[::2]:
+        assert (verdict.reward, verdict.metrics, verdict.failure) == (2.5, {"version": 1.0}, "")
+    (said,) = [verdict.warning for verdict in found if verdict.warning]
+    assert said.endswith("changed after the run started; the run goes on with what it was then")
+    assert "own.py" in said and "beside.py" in said
 
 
 def test_memory_is_limited(tmp_path: Path) -> None:
     own = write(tmp_path / "own.py", OWN)
+    (tmp_path / "beside.py").write_text("VALUE = 1.0\n")
     config = EnvironmentConfig(verifier=own, memory_limit_mib=256)
     failed, after = verdicts(config, "allocate", "x")
     assert (failed.failure, after.failure, after.reward) == ("error", "", 1.0)
@@ -250,7 +280,7 @@ def test_memory_is_limited(tmp_path: Path) -> None:
         "the verifier's process ran out of memory; raise environment.memory_limit_mib = 256"
     )
     with pytest.raises(ValueError, match=r"is 1, but the verifier's process holds \d+ MiB once"):
-        limit_memory(1)
+        MemoryLimit(1)
 
 
 async def test_a_verifier_of_the_house_has_a_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -403,7 +403,7 @@ def kit(folder: Path, **settings: Any) -> ToolKit:
     config = EnvironmentConfig(tools=ToolsConfig(**settings))
 
     async def go() -> ToolKit:
-        made = ToolKit(config, codec)
+        made = ToolKit(config, codec, {})
         await made.start()
         return made
 

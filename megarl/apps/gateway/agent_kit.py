@@ -1,7 +1,7 @@
 """Runs agents, programs or async functions that call the model by HTTP, as sessions of the
 environment: what the agent asks becomes an observation, what the model answers goes back to it.
 
-    await AgentKit(config, codec).start(), then kit.session() for each rollout
+    await AgentKit(config, codec, sources).start(), then kit.session() for each rollout
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.session import AgentObservation, Answer, Observation
 from megarl.environments.user_calls import LimitExceeded, outcome_of
-from megarl.environments.user_code import own_function
+from megarl.environments.user_code import Sources, own_function
 from megarl.files import canonical_json
 from megarl.lookup import AGENTS, load
 from megarl.schema import require
@@ -75,11 +75,11 @@ class AgentKit:
     schemas: list[Schema] = []
     """Empty: an agent brings its tools with its calls."""
 
-    def __init__(self, config: EnvironmentConfig, codec: Codec | None) -> None:
+    def __init__(self, config: EnvironmentConfig, codec: Codec | None, sources: Sources) -> None:
         """`codec`: holds the model's tokenizer; with None the agent is only loaded, for the check
-        before a run.
+        before a run. `sources`: {absolute path of a Python file: its content}.
         """
-        self.config, self.settings = config, config.agent
+        self.config, self.settings, self._sources = config, config.agent, sources
         self._codec = codec
         self.sessions: dict[str, AgentSession] = {}
         """{key of a rollout's calls: its session}"""
@@ -106,7 +106,11 @@ class AgentKit:
             self._check_readable()
         else:
             name = settings.function
-            self.function = load(AGENTS[name]) if name in AGENTS else own_function(name, FUNCTION)
+            self.function = (
+                load(AGENTS[name])
+                if name in AGENTS
+                else own_function(name, FUNCTION, sources=self._sources)
+            )
             require(
                 inspect.iscoroutinefunction(self.function),
                 f"{FUNCTION} is '{settings.function}', which is no async function; write it as"

@@ -1,7 +1,7 @@
 """The session of a recipe with tools: in turns the model writes calls and reads their results, and
 at last it answers.
 
-await ToolKit(config, codec).start(), then kit.session() for each rollout
+await ToolKit(config, codec, sources).start(), then kit.session() for each rollout
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megarl.environments.codec import Codec
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.session import Answer, Observation
 from megarl.environments.user_calls import UserCalls
-from megarl.environments.user_code import own_function
+from megarl.environments.user_code import Sources, own_function
 from megarl.schema import require
 from megarl.types import Prompt
 
@@ -33,11 +33,12 @@ class ToolKit:
     `session` makes the environment of one rollout, in which the model calls them.
     """
 
-    def __init__(self, config: EnvironmentConfig, codec: Codec | None) -> None:
-        """`codec`: holds the model's tokenizer; with None only the list of tools is made, for the
+    def __init__(self, config: EnvironmentConfig, codec: Codec | None, sources: Sources) -> None:
+        """`sources`: {absolute path of a Python file: its content} for the recipe's functions.
+        `codec`: holds the model's tokenizer; with None only the list of tools is made, for the
         check before a run.
         """
-        self._config, self._codec = config, codec
+        self._config, self._codec, self._sources = config, codec, sources
         self._tools: dict[str, Tool] = {}
         self._servers: list[ToolServer] = []
 
@@ -56,7 +57,7 @@ class ToolKit:
         calls = UserCalls(self._config.threads)
         found: list[tuple[str, Tool]] = []
         for where in settings.functions:
-            function = own_function(where, FUNCTIONS)
+            function = own_function(where, FUNCTIONS, sources=self._sources)
             found.append((where, FunctionTool(function, where, calls)))
         if settings.servers:
             from megarl.apps.tools.servers import ToolServer  # imports for a second
