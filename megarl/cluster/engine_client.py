@@ -4,6 +4,7 @@ owns them (`megarl.cluster.engines`).
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -107,7 +108,9 @@ class EngineClient:
         receive weights.
         """
         infos = [(info(position),) for position in range(len(self.members))]
-        outcomes = self.ask("call", "connect", infos, timeout_s, timeout_s=timeout_s)
+        # Of all: a healthy engine that is still at it when another fails would count as late.
+        until = asyncio.ALL_COMPLETED
+        outcomes = self.ask("call", "connect", infos, timeout_s, until, timeout_s=timeout_s)
         for number, outcome in zip(self.members, outcomes, strict=True):
             if outcome.problem and not outcome.is_lost:
                 raise RuntimeError(f"engine {number} cannot take weights in: {outcome.problem}")

@@ -11,7 +11,6 @@ weights is lost ends. Rank 0 calls engines through `megarl.cluster.engine_client
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets
 import time
@@ -137,6 +136,8 @@ class ManagedEngine:
     """This process and all below it, once the engine is ready."""
     watch: asyncio.Task[str] | None = None
     """Ends with the reason why the engine is to be replaced."""
+    is_ended: bool = False
+    """Whether the processes of a lost engine have ended, and another is not started yet."""
 
 
 class EngineManager:
@@ -162,8 +163,8 @@ class EngineManager:
         """Why no engine can be used any more."""
         self._deadline = time.monotonic() + starts.timeout_s
         """Until when all engines must have been ready once."""
-        self._is_under_way = self._is_published = False
-        """Whether all engines have been ready once, and whether some got weights."""
+        self._is_under_way = self._is_published = self._is_publishing = False
+        """Whether all engines have been ready once, some got weights, and some are getting them."""
         self._members: dict[int, ActorHandle] = {}
         """{number: actor} of the engines of the present publication."""
         self._calls: list[asyncio.Future[Any]] = []
@@ -193,18 +194,26 @@ class EngineManager:
                     fate = "it is replaced"
                 engine.state, engine.has_weights = "lost", False
                 await self._end(engine)
+                engine.is_ended = True
                 if failures == ENGINE_STARTS:
                     self._give_up(engine, problem)
                     return
                 self._say(f"megarl: {problem}; {fate}")
                 self._replaced += 1
-                if self._is_published and not any(one.has_weights for one in self.engines):
-                    raise RuntimeError(f"no engine is left that has weights; {GOES_ON}")
+                if self._is_published and not self._is_publishing:
+                    self._check_weights()
                 await self._may_start.wait()
                 engine.handle, engine.state = self._starts(engine.number), "starting"
+                engine.is_ended = False
         except Exception as error:
             self.failure = self.failure or str(error) or repr(error)
             await self._fail(self.failure)
+
+    def _check_weights(self) -> None:
+        """Raise `ProcessLost` if no engine has weights."""
+        if not any(engine.has_weights for engine in self.engines):
+            self.failure = self.failure or f"no engine is left that has weights; {GOES_ON}"
+            raise ProcessLost(self.failure)
 
     async def _start(self, engine: ManagedEngine) -> str:
         """Wait until a starting engine is ready. Returns why it cannot start, or "". Raises
@@ -305,8 +314,8 @@ class EngineManager:
 
     async def ready(self) -> str:
         """Wait until all engines have been ready once; returns why one cannot start, or ""."""
-        with contextlib.suppress(ProcessLost):
-            await self._until(lambda: self._is_under_way)
+        while not self._is_under_way and not self.failure:  # `_start` has the deadline
+            await asyncio.sleep(LOOK_S)
         return self.failure
 
     async def hold(self, lost: Sequence[int] = ()) -> tuple[list[int], list[int], list[str]]:
@@ -324,6 +333,7 @@ class EngineManager:
         if self.failure or not members:
             raise ProcessLost(self.failure or f"no engine is left; {GOES_ON}")
         self._members = {one.number: one.handle for one in members}
+        self._is_publishing = True
         notices, self._notices = self._notices, []
         fresh = [one.number for one in members if not one.has_weights]
         return [*self._members], fresh, notices
@@ -331,14 +341,15 @@ class EngineManager:
     async def admit(self) -> tuple[int, int]:
         """Have the engines of the publication serve requests, since they have the weights. Returns
         (number of engines replaced in the run so far, times that engines have pushed a running
-        request out of a full key-value cache).
+        request out of a full key-value cache). Raises `ProcessLost` if none has them.
         """
-        self._is_published = True
+        self._is_published, self._is_publishing = True, False
         for number, handle in self._members.items():
             engine = self.engines[number]
             if engine.handle is handle and engine.state == "ready" and not engine.has_weights:
                 engine.has_weights = True
                 self._use(number, handle)
+        self._check_weights()
         return self._replaced, self._preemptions
 
     async def call(
@@ -373,7 +384,10 @@ class EngineManager:
         """
         self._may_start.clear()
         await self._until(lambda: all(one.state != "starting" for one in self.engines))
-        return await self._each("sleep", timeout_s)
+        failed = await self._each("sleep", timeout_s)
+        # The trainer takes the memory of all of them next.
+        await self._until(lambda: all(e.state == "ready" or e.is_ended for e in self.engines))
+        return failed
 
     async def wake(self, timeout_s: float) -> list[str]:
         """Have all engines allocate the memory of their weights again; see `sleep`."""
@@ -381,6 +395,8 @@ class EngineManager:
 
     async def _each(self, method: str, timeout_s: float) -> list[str]:
         self._members = {one.number: one.handle for one in self.engines if one.state == "ready"}
+        if self.failure or not self._members:
+            raise ProcessLost(self.failure or f"no engine is left; {GOES_ON}")
         nothing = [()] * len(self._members)
         outcomes = await self.call(method, nothing, timeout_s, asyncio.ALL_COMPLETED)
         failed = list[str]()
@@ -399,9 +415,17 @@ class EngineManager:
             engine.watch.cancel()
 
     async def _until(self, is_met: Callable[[], bool]) -> None:
+        """Wait as long as the start of an engine may take. Raises `ProcessLost`."""
+        began, timeout_s = time.monotonic(), self._starts.timeout_s
         while not is_met():
             if self.failure:
                 raise ProcessLost(self.failure)
+            if time.monotonic() > began + timeout_s:
+                states = ", ".join(f"engine {one.number} {one.state}" for one in self.engines)
+                raise ProcessLost(
+                    f"not all engines are ready after {timeout_s:g} s ({states}); raise"
+                    " rollout.engine.start_timeout_s"
+                )
             await asyncio.sleep(LOOK_S)
 
     async def close(self) -> None:

@@ -179,6 +179,10 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Row]]:
         return ((0, row) for row in _plain_rows(table.to_pylist(), table.schema))
 
 
+OF_CHATS = {"role", "from", "function"}
+"""Keys of which each message of a chat, and each tool, has one."""
+
+
 def _plain_rows(rows: list[Row], schema: pyarrow.Schema) -> list[Row]:
     """Rows of an Arrow table, changed in place to values that JSON has: see `_plain`."""
     for field in schema:
@@ -191,7 +195,7 @@ def _plain_rows(rows: list[Row], schema: pyarrow.Schema) -> list[Row]:
 def _plain(value: Any, kind: Any) -> Any:
     """A value of Arrow type `kind`, also inside lists and objects: a float of 16 or 32 bits as the
     shortest decimal that it stands for (1.1, not 1.100000023841858), a date or time as ISO text. An
-    object in a list loses the keys with null, since Arrow gives all of them the same keys.
+    message or tool in a list loses the keys with null, since Arrow gives all of them the same keys.
     """
     from pyarrow import types
 
@@ -208,7 +212,9 @@ def _plain(value: Any, kind: Any) -> Any:
     if types.is_map(kind):
         return [(key, _plain(item, kind.item_type)) for key, item in value]
     if isinstance(value, list) and types.is_nested(kind):
-        return [_without_nulls(_plain(item, kind.value_type)) for item in value]
+        items = [_plain(item, kind.value_type) for item in value]
+        is_chat = all(isinstance(item, dict) and OF_CHATS & item.keys() for item in items)
+        return [_without_nulls(item) for item in items] if is_chat else items
     return value
 
 
@@ -220,6 +226,7 @@ def _without_nulls(value: Any) -> Any:
 
 READERS: dict[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
     ".jsonl": _read_json_lines,
+    ".ndjson": _read_json_lines,
     ".json": _read_json_list,
     ".parquet": _read_parquet,
     ".csv": _read_csv,
@@ -282,7 +289,13 @@ def _files_of_folder(path: Path, split: str, subset: str, setting: str) -> list[
         f" {', '.join(map(str, splits))}; set {setting}.split to one of these",
     )
     files = sorted(file for file in map(Path, splits[split]) if format_of(file))
+    others = [Path(file).name for file in splits[split] if Path(file) not in files]
     if files:
+        require(
+            not others,
+            f"{setting}.source {folder} has files of several formats for split '{split}',"
+            f" {files[0].name} and {', '.join(others[:4])}; set it to files or a pattern",
+        )
         _say_files(str(path), files, setting)
     return files
 
@@ -307,6 +320,7 @@ def _read_datasets(
     try:
         with quiet():
             if any(Path(name, file).exists() for file in SAVED):
+                require(not subset, f"it was saved whole; leave {setting}.subset out")
                 data: Any = datasets.load_from_disk(name)
                 if not isinstance(data, datasets.DatasetDict):
                     data = {str(data.split or "train"): data}
@@ -314,7 +328,16 @@ def _read_datasets(
                 require(split in data, f"it has the splits {', '.join(map(str, data))}")
                 data = data[split]
             else:
-                data = datasets.load_dataset(name, subset or None, split=split)
+                builder = datasets.load_dataset_builder(name, subset or None)
+                of_csv = {"dtype": str, "keep_default_na": False}  # else 007 would be a number
+                texts = of_csv if builder.info.builder_name == "csv" else {}
+                data = datasets.load_dataset(name, subset or None, split=split, **texts)
+                times = [
+                    field.name
+                    for field in data.features.arrow_schema
+                    if builder.info.builder_name == "json" and "timestamp" in str(field.type)
+                ]
+                require(not times, f"its texts in {times} would become times; name .jsonl files")
     except Exception as error:  # the library raises a dozen kinds
         reason = shortened(str(error), 500)
         why = f"{setting}.source {name} cannot be read: {reason}; set it to files or a pattern"

@@ -65,12 +65,12 @@ class Run:
 
     @property
     def failures(self) -> dict[str, int]:
-        """{"errors", "timeouts", "nans": number of rollouts, over all steps, that the verifier
-        could not score for this reason}.
+        """{"errors", "timeouts", "nans", "response_limits": number of rollouts, over all steps,
+        that the verifier could not score for this reason}.
         """
         return {
             kind: int(sum(record.get(f"verifier/{kind}") or 0 for record in self.metrics))
-            for kind in ("errors", "timeouts", "nans")
+            for kind in ("errors", "timeouts", "nans", "response_limits")
         }
 
     def evaluated(self, name: str) -> tuple[np.ndarray, np.ndarray]:

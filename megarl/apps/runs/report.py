@@ -149,7 +149,8 @@ RULES: tuple[tuple[str, str, str], ...] = (
     ("length/truncated_share", "",
      "{mean:.0%} of the responses were cut off: raise the limit that cut them off"),
     ("verifier/errors verifier/timeouts verifier/nans", "",
-     "{sum} rollouts could not be judged and got the reward of a wrong answer: mend the verifier"),
+     "{sum} rollouts could not be judged (environment.on_failure says what became of them): mend the"
+     " verifier"),
     ("skipped_steps", "",
      "{sum} optimizer steps were skipped, since a value was not finite"),
     ("clip_share", "",
@@ -241,8 +242,9 @@ LEARNING = (
          (Line("loss", "loss"), Line("eval/loss", "held out", "points")), {"wide": True}, False),
 )  # fmt: skip
 FAILURES = Plot(
-    "Verifier failures", "rollouts without a verdict; they got the reward of a wrong answer",
-    [Line(f"verifier/{name}", name, "line", np.ma.max) for name in ("errors", "timeouts", "nans")],
+    "Verifier failures", "rollouts without a verdict, and those that used up the verifier's limits",
+    [Line(f"verifier/{name}", name.replace("_", " "), "line", np.ma.max)
+     for name in ("errors", "timeouts", "nans", "response_limits")],
     {"zero": True, "whole": True},
 )  # fmt: skip
 SYSTEMS = (

@@ -45,9 +45,9 @@ def main(arguments: list[str]) -> int:
     while True:
         summary = status_summary(options.run, with_stacks=options.stacks)
         lines = [json.dumps(summary)] if options.json else list(_lines(summary))
-        is_live = options.watch and in_terminal()
-        result(CLEAR * is_live + printable("\n".join(lines)), colours=True)
-        if not is_live or (summary["owner"] or {}).get("is") in (None, "ended", "gone"):
+        clears = options.watch and in_terminal() and not options.json
+        result(CLEAR * clears + printable("\n".join(lines)), colours=True)
+        if not options.watch or (summary["owner"] or {}).get("is") in (None, "ended", "gone"):
             return 0
         time.sleep(1.0)
 
@@ -135,6 +135,7 @@ def stacks_of(folder: Path, traces: list[ProcessTrace]) -> dict[str, str]:
     """
     alive = [trace for trace in traces if trace.condition == "alive"]
     files = {trace.name: folder / f"{trace.name}.txt" for trace in alive}
+    files = {name: file for name, file in files.items() if file.exists()}
     before = {name: file.stat().st_size for name, file in files.items()}
     for trace in alive:
         with suppress(OSError):

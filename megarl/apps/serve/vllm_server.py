@@ -123,7 +123,7 @@ async def vllm_server(
         with console.phase(named):
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-c", START, "--config", str(file), str(os.getpid())),
-                env=os.environ | environment,
+                env=os.environ | environment | {"VLLM_API_KEY": ""},  # the socket is this user's
                 start_new_session=True,  # Ctrl-C in a terminal is for the server alone
             )
             stack.push_async_callback(_end, process)
