@@ -328,14 +328,16 @@ def _read_datasets(
                 require(split in data, f"it has the splits {', '.join(map(str, data))}")
                 data = data[split]
             else:
-                builder = datasets.load_dataset_builder(name, subset or None)
-                of_csv = {"dtype": str, "keep_default_na": False}  # else 007 would be a number
-                texts = of_csv if builder.info.builder_name == "csv" else {}
-                data = datasets.load_dataset(name, subset or None, split=split, **texts)
+                name_of = datasets.load_dataset_builder(name, subset or None).info.builder_name
+                data = datasets.load_dataset(name, subset or None, split=split)
+                if name_of == "csv":  # again, as texts: 007 would be a number, and NA missing
+                    texts = {column: datasets.Value("string") for column in data.column_names}
+                    more: Any = {"features": datasets.Features(texts), "keep_default_na": False}
+                    data = datasets.load_dataset(name, subset or None, split=split, **more)
                 times = [
                     field.name
                     for field in data.features.arrow_schema
-                    if builder.info.builder_name == "json" and "timestamp" in str(field.type)
+                    if name_of == "json" and "timestamp" in str(field.type)
                 ]
                 require(not times, f"its texts in {times} would become times; name .jsonl files")
     except Exception as error:  # the library raises a dozen kinds

@@ -40,6 +40,6 @@ def test_one_clear_line_or_a_right_pass(part: int, model: Path, tmp_path: Path) 
 def test_a_case_is_a_function_of_its_numbers(model: Path) -> None:
     def words(number: int) -> tuple[object, ...]:
         kind, case = fuzz.make(3, number, model)
-        return kind, case.what, case.command, case.expect, repr(case.settings), case.text
+        return kind, case.what, case.expect, repr(case.settings), case.text
 
     assert [words(number) for number in range(200)] == [words(number) for number in range(200)]

@@ -67,7 +67,7 @@ def write(path: Path, rows: list[Any]) -> str:
     """Rows in the format of `path`'s suffix."""
     if path.suffix == ".json":
         path.write_text(json.dumps(rows))
-    elif path.suffix == ".jsonl":
+    elif path.suffix in (".jsonl", ".ndjson"):
         write_rows(path, rows)
     elif path.suffix == ".parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
@@ -192,7 +192,7 @@ FILES = [
     (".csv", "prompt,answer\na,1,2\n", r"data\.csv, line 2 has not one value for each"),
     (".csv", b"prompt,answer\n\xe9,1\n", r"data\.csv cannot be read: .*byte 0xe9 in position 14.*UTF-8"),
     (".parquet", "PAR1 no", r"data\.parquet is not parquet"),
-    (".xml", "<a/>", r"ends in '\.xml', but known files end in \.jsonl, \.json, \.parquet, \.csv"),
+    (".xml", "<a/>", r"ends in '\.xml', but known files end in \.jsonl, \.ndjson, \.json, \.parquet, \.csv"),
 ]  # fmt: skip
 
 

@@ -269,7 +269,6 @@ def config_of(folder: Path, name: str) -> Path:
     ("14B", "data 2 tensor 4 zero 3", 2, 4),
     ("14B", "data 2 sequence 2 tensor 2", 4, 8),
     ("70B", "data 2 tensor 8 zero 3", 1, 8),
-    ("30B-A3B", "data 4 zero 3", 1, 2),
 ])  # fmt: skip
 def test_a_dry_run_of_a_large_model(
     name: str, source: str, engines: int, tensor: int, tmp_path: Path, run: Run
@@ -349,7 +348,7 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "no config.json": (lambda f: (f / "config.json").unlink(), ["config.json", "name a model's"]),
     "config.json of something else": (lambda f: (f / "config.json").write_text("[]"),
      ["model_type", "name one"]),
-    "unknown family": (lambda f: change_config(f, model_type="gpt2"), ["gpt2", "known: qwen2"]),
+    "unknown family": (lambda f: change_config(f, model_type="gpt2"), ["transformer.wte.weight", "not of one model"]),
     "a missing tensor": (lambda f: change_tensors(f, lambda t: t.pop(NORM)),
      [NORM, "no tensor", "fetch both"]),
     "another model": (lambda f: change_config(f, num_hidden_layers=3, layer_types=None),
@@ -511,8 +510,10 @@ def test_one_buffer_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     real = torch.empty
 
     def counted(size: int, **settings: Any) -> torch.Tensor:
-        made.append(size)
-        return real(size, **settings)
+        buffer = real(size, **settings)
+        if buffer.device.type != "meta":  # where a model is only described
+            made.append(size)
+        return buffer
 
     degrees = reshard.Degrees(Layout(data=2, tensor=2), 3)
     with monkeypatch.context() as patch:
