@@ -86,7 +86,6 @@ def run_trl(
 
 
 def run_megarl(
-    command: str,
     recipe: Path | str,
     work: Path,
     setting: Setting,
@@ -96,7 +95,6 @@ def run_megarl(
     """What `processes.megarl` returns of a run on the CPU, in the new folder `work`/run."""
     shutil.rmtree(work / "run", ignore_errors=True)
     return megarl(
-        command,
         recipe,
         work / "run",
         settings,

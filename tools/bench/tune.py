@@ -158,7 +158,7 @@ def measure(args: Args) -> dict[str, Any]:
         """Tokens a second."""
         if system == "megarl":
             settings = settings_of(kind, work, setting, args)
-            rows, _ = run_megarl(kind, RECIPE, work, setting, DEADLINE_S, settings)
+            rows, _ = run_megarl(f"task: {kind}\n{RECIPE}", work, setting, DEADLINE_S, settings)
             found = rows[1:]
             change = weight_change(args.model, newest_model(work / "run"))
             seconds = [one["time/step_s"] for one in found]
