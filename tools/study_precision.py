@@ -34,6 +34,7 @@ from studies import grouped, newest_model, run_missing
 
 PRECISIONS = ("float32", "bfloat16", "float16", "bfloat16x2")
 RECIPE = """\
+task: sft
 model: {path: ""}
 demonstrations: {source: "", template: chat, max_tokens: 128}
 samples_per_step: 16

@@ -46,12 +46,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "windowed2": {"rollout.max_staleness": 2, "rollout.dispatch": "windowed"},
 }
 SFT = f"""
+task: sft
 samples_per_step: 64
 demonstrations: {{source: "", max_tokens: {MAX_TOKENS + 8}}}
 training: {{micro_batch_tokens: 8192, num_threads: 2, schedule: {{warmup_steps: 10}},
   optimizer: {{learning_rate: 3.0e-3, beta2: 0.98, clip_norm: 1.0}}, checkpoint: {{keep: 1}}}}
 """
 RECIPE = f"""
+task: rl
 prompts: {{source: "", answer_column: "", max_prompt_tokens: 8}}
 environment: {{verifier: "", require_stop: false}}
 rollout: {{groups_per_step: 16, group_size: 8, max_new_tokens: {MAX_TOKENS},

@@ -64,6 +64,7 @@ SETTINGS = {
     "TRL, 1 process": Setting(1, 2),
 }
 RECIPE = f"""
+task: rl
 seed: {SEED}
 prompts: {{source: "", max_prompt_tokens: {MAX_PROMPT_TOKENS}, shuffle: false}}
 environment: {{verifier: "", require_stop: false}}

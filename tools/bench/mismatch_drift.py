@@ -42,6 +42,7 @@ def score(prompt, response):
     return len(response) / 64
 """
 SFT = f"""
+task: sft
 steps: 200
 samples_per_step: 64
 model: {{path: "", from_scratch: true}}
@@ -50,6 +51,7 @@ training: {{micro_batch_tokens: 4096, num_threads: 1, schedule: {{warmup_steps: 
   optimizer: {{learning_rate: 3.0e-3, beta2: 0.98, clip_norm: 1.0}}, checkpoint: {{keep: 1}}}}
 """
 RECIPE = f"""
+task: rl
 prompts: {{source: "", max_prompt_tokens: 16}}
 environment: {{verifier: "", require_stop: false}}
 rollout: {{groups_per_step: 8, group_size: 8, max_new_tokens: {MAX_TOKENS}, max_staleness: 1,
