@@ -1,6 +1,6 @@
 """The inference engines of a run, in the process of the rollout service, which owns them.
 
-    starting -> ready, without weights -> serving -> lost -> starting ...
+    starting -> ready, without weights -> serving -> lost -> ended -> starting ...
 
 A coroutine for each engine starts it, asks every `BEAT_S` seconds for a sign of life, and replaces
 it when it dies or hangs, while the others go on. A new engine serves requests once a publication,
@@ -11,6 +11,8 @@ weights is lost ends. Rank 0 calls engines through `megarl.cluster.engine_client
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import os
 import secrets
 import time
@@ -127,7 +129,8 @@ class ManagedEngine:
 
     number: int
     handle: ActorHandle
-    state: Literal["starting", "ready", "lost", "given up"] = "starting"
+    state: Literal["starting", "ready", "lost", "ended", "given up"] = "starting"
+    """A "lost" engine may still run and hold its memory, an "ended" one does not."""
     has_weights: bool = False
     """Whether the rollout service sends it requests."""
     born: asyncio.Future[Any] | None = None
@@ -136,8 +139,6 @@ class ManagedEngine:
     """This process and all below it, once the engine is ready."""
     watch: asyncio.Task[str] | None = None
     """Ends with the reason why the engine is to be replaced."""
-    is_ended: bool = False
-    """Whether the processes of a lost engine have ended, and another is not started yet."""
 
 
 class EngineManager:
@@ -175,7 +176,7 @@ class EngineManager:
         self._may_start = asyncio.Event()
         self._may_start.set()
         self._beat_s = BEAT_S * max(1.0, len(self.engines) / MOST_BEATS)
-        self._lives = [asyncio.create_task(self._keep(one)) for one in self.engines]
+        self._lives = [asyncio.create_task(self._keep(engine)) for engine in self.engines]
 
     # ------------------------------------------------------------------------ the life of an engine
 
@@ -194,7 +195,7 @@ class EngineManager:
                     fate = "it is replaced"
                 engine.state, engine.has_weights = "lost", False
                 await self._end(engine)
-                engine.is_ended = True
+                engine.state = "ended"
                 if failures == ENGINE_STARTS:
                     self._give_up(engine, problem)
                     return
@@ -204,7 +205,6 @@ class EngineManager:
                     self._check_weights()
                 await self._may_start.wait()
                 engine.handle, engine.state = self._starts(engine.number), "starting"
-                engine.is_ended = False
         except Exception as error:
             self.failure = self.failure or str(error) or repr(error)
             await self._fail(self.failure)
@@ -236,7 +236,7 @@ class EngineManager:
             self._use(engine.number, engine.handle)
         if self._is_under_way:
             self._say(f"megarl: {name} is ready again after {time.monotonic() - began:.0f} s")
-        self._is_under_way |= all(one.state == "ready" for one in self.engines)
+        self._is_under_way |= all(engine.state == "ready" for engine in self.engines)
         return ""
 
     async def _lost(self, engine: ManagedEngine) -> str:
@@ -299,7 +299,7 @@ class EngineManager:
         """
         engine.state = "given up"
         reason = f"{ENGINE_STARTS} starts of engine {engine.number} failed; the last: {problem}"
-        left = sum(one.state != "given up" for one in self.engines)
+        left = sum(engine.state != "given up" for engine in self.engines)
         if not left or self._starts.takes_turns or not self._is_under_way:
             raise RuntimeError(reason)
         count = len(self.engines)
@@ -314,8 +314,8 @@ class EngineManager:
 
     async def ready(self) -> str:
         """Wait until all engines have been ready once; returns why one cannot start, or ""."""
-        while not self._is_under_way and not self.failure:  # `_start` has the deadline
-            await asyncio.sleep(LOOK_S)
+        with contextlib.suppress(ProcessLost):
+            await self._until(lambda: self._is_under_way, math.inf)  # `_start` has the deadline
         return self.failure
 
     async def hold(self, lost: Sequence[int] = ()) -> tuple[list[int], list[int], list[str]]:
@@ -328,14 +328,14 @@ class EngineManager:
             self._lose(number)
         self._may_start.set()
         if self._starts.takes_turns:
-            await self._until(lambda: all(one.state == "ready" for one in self.engines))
-        members = [one for one in self.engines if one.state == "ready"]
+            await self._until_all("ready")
+        members = [engine for engine in self.engines if engine.state == "ready"]
         if self.failure or not members:
             raise ProcessLost(self.failure or f"no engine is left; {GOES_ON}")
-        self._members = {one.number: one.handle for one in members}
+        self._members = {engine.number: engine.handle for engine in members}
         self._is_publishing = True
         notices, self._notices = self._notices, []
-        fresh = [one.number for one in members if not one.has_weights]
+        fresh = [engine.number for engine in members if not engine.has_weights]
         return [*self._members], fresh, notices
 
     async def admit(self) -> tuple[int, int]:
@@ -383,10 +383,10 @@ class EngineManager:
         have failed by.
         """
         self._may_start.clear()
-        await self._until(lambda: all(one.state != "starting" for one in self.engines))
+        await self._until_all("ready", "lost", "ended", "given up")
         failed = await self._each("sleep", timeout_s)
         # The trainer takes the memory of all of them next.
-        await self._until(lambda: all(e.state == "ready" or e.is_ended for e in self.engines))
+        await self._until_all("ready", "ended")
         return failed
 
     async def wake(self, timeout_s: float) -> list[str]:
@@ -394,7 +394,9 @@ class EngineManager:
         return await self._each("wake", timeout_s)
 
     async def _each(self, method: str, timeout_s: float) -> list[str]:
-        self._members = {one.number: one.handle for one in self.engines if one.state == "ready"}
+        self._members = {
+            engine.number: engine.handle for engine in self.engines if engine.state == "ready"
+        }
         if self.failure or not self._members:
             raise ProcessLost(self.failure or f"no engine is left; {GOES_ON}")
         nothing = [()] * len(self._members)
@@ -414,25 +416,32 @@ class EngineManager:
             engine.state, engine.has_weights = "lost", False
             engine.watch.cancel()
 
-    async def _until(self, is_met: Callable[[], bool]) -> None:
-        """Wait as long as the start of an engine may take. Raises `ProcessLost`."""
-        began, timeout_s = time.monotonic(), self._starts.timeout_s
+    async def _until_all(self, *states: str) -> None:
+        """Wait until each engine is in one of these states, as long as a start may take."""
+        await self._until(
+            lambda: all(engine.state in states for engine in self.engines), self._starts.timeout_s
+        )
+
+    async def _until(self, is_met: Callable[[], bool], timeout_s: float) -> None:
+        """Wait until `is_met()`. Raises `ProcessLost` after `timeout_s` seconds, and if no engine
+        can be used any more.
+        """
+        end = time.monotonic() + timeout_s
         while not is_met():
             if self.failure:
                 raise ProcessLost(self.failure)
-            if time.monotonic() > began + timeout_s:
-                states = ", ".join(f"engine {one.number} {one.state}" for one in self.engines)
+            if time.monotonic() > end:
+                states = ", ".join(f"engine {e.number} is {e.state}" for e in self.engines)
                 raise ProcessLost(
-                    f"not all engines are ready after {timeout_s:g} s ({states}); raise"
-                    " rollout.engine.start_timeout_s"
+                    f"after {timeout_s:g} s {states}; raise rollout.engine.start_timeout_s"
                 )
             await asyncio.sleep(LOOK_S)
 
     async def close(self) -> None:
         """Replace no engine any more, and stop those that do not stay after the run."""
-        for life in [*self._lives, *(one.watch for one in self.engines if one.watch)]:
+        for life in [*self._lives, *(engine.watch for engine in self.engines if engine.watch)]:
             life.cancel()
         await asyncio.gather(*self._lives, return_exceptions=True)
         if self._starts.namespace is None and self.engines:
-            stops = [asyncio.ensure_future(one.handle.stop.remote()) for one in self.engines]
+            stops = [asyncio.ensure_future(engine.handle.stop.remote()) for engine in self.engines]
             await asyncio.wait(stops)

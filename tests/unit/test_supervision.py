@@ -276,12 +276,13 @@ async def test_tokens_of_older_weights_than_were_sent_are_refused(
 
 class Actor:
     """A fake Ray actor of an engine: `start` ends once `is_ready`, and calls raise `error`, those of
-    the methods in `refuses` another one.
+    the methods in `refuses` another one; those in `waits` do not end.
     """
 
     def __init__(self, *, is_ready: bool = True, error: Exception | None = None) -> None:
         self.is_ready, self.error, self.calls = is_ready, error, list[tuple[Any, ...]]()
         self.refuses: dict[str, Exception] = {}
+        self.waits = set[str]()
         self.says = Pulse(0, 0, 0, 0, requests=0, is_paused=False, is_dead=False)
 
     def __getattr__(self, name: str) -> Any:
@@ -289,7 +290,7 @@ class Actor:
 
     async def answer(self, name: str, arguments: tuple[Any, ...]) -> Any:
         self.calls.append((name, *arguments))
-        while name == "start" and not self.is_ready:
+        while (name == "start" and not self.is_ready) or name in self.waits:
             await asyncio.sleep(0.002)
         if error := self.refuses.get(name, self.error):
             raise error
@@ -403,6 +404,104 @@ async def test_a_run_whose_last_engine_with_weights_is_lost_ends() -> None:
         assert run.failures[0].startswith("no engine is left that has weights; `--resume auto`")
         with pytest.raises(ProcessLost, match="no engine is left"):
             await run.manager.hold()
+
+
+async def test_an_engine_that_is_getting_weights_counts_when_the_last_other_is_lost() -> None:
+    """Engine 1 is new; engine 0, which had weights, is lost in the publication that reaches it."""
+    async with managed() as run:
+        await run.serves()
+        run.actors[1].error = DEAD
+        while len(run.actors) < 3:
+            await asyncio.sleep(0.005)
+        await run.until("ready", "ready")
+        assert (await run.manager.hold())[:2] == ([0, 1], [1])
+        run.arguments["make"] = lambda: Actor(is_ready=False)
+        assert (await run.manager.hold([0]))[:2] == ([1], [1])
+        await run.until("starting", "ready")
+        await run.manager.admit()
+        assert run.used == [0, 1, 1] and run.failures == []
+
+
+async def test_a_publication_that_leaves_no_engine_with_weights_ends_the_run() -> None:
+    """The only one dies behind its last answer."""
+    async with managed(Actor()) as run:
+        assert await run.manager.ready() == ""
+        await run.manager.hold()
+        run.actors[0].error = DEAD
+        while len(run.actors) < 2:
+            await asyncio.sleep(0.005)
+        with pytest.raises(ProcessLost, match="no engine is left that has weights; `--resume"):
+            await run.manager.admit()
+
+
+async def test_an_engine_that_dies_as_it_connects_costs_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not one that is healthy and takes longer."""
+    loop = asyncio.get_running_loop()
+    async with managed() as run:
+        await run.serves()
+        client = engine_client.EngineClient(None, run.manager._starts)
+        client.members = [0, 1]
+
+        def ask(method: str, *arguments: Any, timeout_s: float) -> Any:
+            call = getattr(run.manager, method)(*arguments)
+            return asyncio.run_coroutine_threadsafe(call, loop).result(timeout_s)
+
+        monkeypatch.setattr(client, "ask", ask)
+        run.actors[0].waits.add("connect")
+        run.actors[1].refuses["connect"] = DEAD
+        loop.call_later(0.2, run.actors[0].waits.clear)
+        with pytest.raises(EngineLost) as lost:
+            await asyncio.to_thread(client.connect, lambda position: {}, timeout_s=20.0)
+        assert lost.value.engines == (1,)
+
+
+async def test_the_trainer_waits_for_the_memory_of_an_engine_that_is_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ends, is_killed = threading.Event(), threading.Event()
+
+    def kill(actor: Actor) -> None:
+        ends.wait(10)
+        is_killed.set()
+
+    monkeypatch.setattr(engines_module, "ray", SimpleNamespace(kill=kill))
+    async with managed(takes_turns=True) as run:
+        await run.serves()
+        run.actors[1].waits.add("sleep")
+        asleep = asyncio.create_task(run.manager.sleep(0.05))
+        await run.until("ready", "lost")
+        await asyncio.sleep(0.05)
+        assert not asleep.done()
+        ends.set()
+        assert await asleep == [] and is_killed.is_set()
+
+
+async def test_an_engine_that_never_ends_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = threading.Event()
+    monkeypatch.setattr(engines_module, "ray", SimpleNamespace(kill=lambda actor: ends.wait(10)))
+    async with managed(takes_turns=True, timeout_s=0.3) as run:
+        await run.serves()
+        run.actors[1].error = DEAD
+        await run.until("ready", "lost")
+        with pytest.raises(ProcessLost, match=r"engine 1 is lost; raise .*start_timeout_s"):
+            await run.manager.sleep(5.0)
+        ends.set()
+
+
+async def test_without_an_engine_sleep_and_wake_say_why() -> None:
+    async with managed(Actor(), takes_turns=True) as run:
+        assert await run.manager.ready() == ""
+        await run.manager.hold()
+        await run.manager.admit()
+        assert await run.manager.sleep(5.0) == []
+        run.actors[0].error = DEAD
+        while not run.failures:
+            await asyncio.sleep(0.005)
+        for call in (run.manager.wake, run.manager.sleep):
+            with pytest.raises(ProcessLost, match="no engine is left that has weights; `--resume"):
+                await call(5.0)
 
 
 async def test_engines_that_load_their_weights_serve_as_soon_as_they_are_ready() -> None:
