@@ -10,6 +10,7 @@ To add a file format, write a function (path) -> iterator of (line or 0, row) an
 from __future__ import annotations
 
 import csv
+import functools
 import glob
 import gzip
 import itertools
@@ -155,11 +156,13 @@ def _read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
                 yield number, _json(line, path, number)
 
 
-def _read_csv(path: Path) -> Iterator[tuple[int, Row]]:
-    """Lines and rows of a comma-separated file with a header; every value is a text."""
+def _read_csv(path: Path, comma: str = ",") -> Iterator[tuple[int, Row]]:
+    """Lines and rows of a file with a header and values that `comma` separates; every value is a
+    text.
+    """
     csv.field_size_limit(2**31 - 1)  # of the process; else values of 128 KiB are refused
     with _opened(path) as file:
-        reader = csv.DictReader(file, strict=True)
+        reader = csv.DictReader(file, delimiter=comma, strict=True)
         names = list(reader.fieldnames or ())
         require(len({*names}) == len(names), f"{path}: the header has a column twice; rename one")
         for row in reader:
@@ -230,6 +233,7 @@ READERS: dict[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
     ".json": _read_json_list,
     ".parquet": _read_parquet,
     ".csv": _read_csv,
+    ".tsv": functools.partial(_read_csv, comma="\t"),
 }
 
 
@@ -315,12 +319,17 @@ def _read_datasets(
     )
     is_folder = Path(name).is_dir()
     require(is_folder or hub_state() != "unreachable", f"{unknown} {why_absent(name)}")
+    is_saved, reader = any(Path(name, file).exists() for file in SAVED), ""
+    require(
+        not (is_saved and subset),
+        f"{setting}.subset is '{subset}', but {setting}.source {name} was saved by `datasets`, and"
+        " has none; leave it out",
+    )
     import datasets
 
     try:
         with quiet():
-            if any(Path(name, file).exists() for file in SAVED):
-                require(not subset, f"it was saved whole; leave {setting}.subset out")
+            if is_saved:
                 data: Any = datasets.load_from_disk(name)
                 if not isinstance(data, datasets.DatasetDict):
                     data = {str(data.split or "train"): data}
@@ -328,18 +337,12 @@ def _read_datasets(
                 require(split in data, f"it has the splits {', '.join(map(str, data))}")
                 data = data[split]
             else:
-                name_of = datasets.load_dataset_builder(name, subset or None).info.builder_name
+                reader = datasets.load_dataset_builder(name, subset or None).info.builder_name
                 data = datasets.load_dataset(name, subset or None, split=split)
-                if name_of == "csv":  # again, as texts: 007 would be a number, and NA missing
+                if reader == "csv":  # again, as texts: 007 would be a number, and NA missing
                     texts = {column: datasets.Value("string") for column in data.column_names}
                     more: Any = {"features": datasets.Features(texts), "keep_default_na": False}
                     data = datasets.load_dataset(name, subset or None, split=split, **more)
-                times = [
-                    field.name
-                    for field in data.features.arrow_schema
-                    if name_of == "json" and "timestamp" in str(field.type)
-                ]
-                require(not times, f"its texts in {times} would become times; name .jsonl files")
     except Exception as error:  # the library raises a dozen kinds
         reason = shortened(str(error), 500)
         why = f"{setting}.source {name} cannot be read: {reason}; set it to files or a pattern"
@@ -348,11 +351,18 @@ def _read_datasets(
         if isinstance(error, ValueError) and "split" in reason.lower():
             why = f"{setting}.split '{split}' of '{name}' cannot be had: {reason}"
         raise ValueError(why) from error
+    schema = data.features.arrow_schema
+    times = [field.name for field in schema if "timestamp" in str(field.type)]
+    require(
+        not (reader == "json" and times),
+        f"{setting}.source {name}: `datasets` reads texts of {', '.join(times)} as times, which"
+        " changes them; name .jsonl files instead",
+    )
     if is_folder:
         console.say(f"{setting}.source {name}: split '{split}' is read, {len(data)} rows")
     if limit is not None:
         data = data.select(range(min(limit, len(data))))
-    return _plain_rows(data.to_list(), data.features.arrow_schema)
+    return _plain_rows(data.to_list(), schema)
 
 
 @dataclass(frozen=True, slots=True)

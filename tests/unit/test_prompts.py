@@ -73,7 +73,9 @@ def write(path: Path, rows: list[Any]) -> str:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     else:
         with path.open("w", newline="") as file:
-            csv.writer(file).writerows([list(rows[0]), *(row.values() for row in rows)])
+            csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",").writerows(
+                [list(rows[0]), *(row.values() for row in rows)]
+            )
     return str(path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import lzma
 from datetime import UTC, date, datetime, time
 from pathlib import Path
 from typing import Any
@@ -37,15 +38,16 @@ TRUE = {"id": "007", "na": "NA", "day": "2024-01-01", "price": "1.50"}
 
 
 @pytest.mark.parametrize("name", ["train", "train-00000-of-00001", "gsm_train"])
-@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".csv.gz"])
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".csv.gz", ".tsv", ".ndjson"])
 @pytest.mark.parametrize("below", ["", "data"])
 def test_values_of_a_folder_by_split_stay(
     name: str, suffix: str, below: str, tmp_path: Path
 ) -> None:
     """A reader that guesses types makes 7 of 007, null of NA, and a time of a date."""
     lay(tmp_path / below, f"{name}{suffix}", f"test{suffix}")
-    text = ",".join(TRUE) + "\n" + ",".join(TRUE.values()) + "\n"
-    if "jsonl" in suffix:
+    comma = "\t" if suffix == ".tsv" else ","
+    text = comma.join(TRUE) + "\n" + comma.join(TRUE.values()) + "\n"
+    if "json" in suffix:
         text = str(TRUE).replace("'", '"') + "\n"
     data = gzip.compress(text.encode()) if suffix.endswith(".gz") else text.encode()
     (tmp_path / below / f"{name}{suffix}").write_bytes(data)
@@ -69,6 +71,35 @@ def test_files_of_a_split(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
     assert read(clone, subset="main") == ["main/train.csv"]
     with pytest.raises(ValueError, match=r"c/data/no cannot be read: .*; set it to files or"):
         rows(lay(tmp_path / "c/data/no", "a.md"))
+
+
+def test_what_datasets_would_leave_out_or_change_is_refused(tmp_path: Path) -> None:
+    import datasets
+
+    both = lay(tmp_path / "both", "train-0.jsonl")
+    (both / "train-1.jsonl.xz").write_bytes(lzma.compress(b'{"a": "1"}\n'))
+    with pytest.raises(ValueError, match=r"several formats for split 'train', train-0\.jsonl and"):
+        rows(both)
+    (tmp_path / "day").mkdir()
+    day = lzma.compress(b'{"a": "2024-05-01"}\n')
+    (tmp_path / "day" / "train.jsonl.xz").write_bytes(day)
+    with pytest.raises(ValueError, match=r"reads texts of a as times, .*; name \.jsonl files"):
+        rows(tmp_path / "day")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "train.csv.xz").write_bytes(lzma.compress(b"a,b\n007,NA\n"))
+    assert rows(tmp_path / "texts") == [{"a": "007", "b": "NA"}]
+    datasets.Dataset.from_list([{"a": "1"}]).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(ValueError, match=r"prompts\.subset is 'x', but .* saved .*; leave it out"):
+        rows(tmp_path / "saved", subset="x")
+
+
+def test_only_messages_and_tools_lose_their_nulls(tmp_path: Path) -> None:
+    """Arrow gives all objects of a list the same keys, which chat templates would write."""
+    chat = [{"role": "user", "content": "q"}, {"role": "tool", "content": "4", "name": "add"}]
+    cases = [{"input": "1", "expected": None}, {"input": "2", "expected": "x"}]
+    table = pyarrow.Table.from_pylist([{"chat": chat, "cases": cases}])
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    assert rows(tmp_path / "rows.parquet") == [{"chat": chat, "cases": cases}]
 
 
 def test_patterns_and_damaged_files(tmp_path: Path) -> None:
