@@ -19,7 +19,6 @@ from megarl.console import Options, say
 from megarl.lookup import load
 from megarl.parallel import launcher
 from megarl.parallel.devices import are_hidden, driver_gpus
-from megarl.parallel.launcher import refuse_wrong
 from megarl.schema import require
 from megarl.signals import SHUTDOWN, SHUTDOWN_S
 
@@ -36,7 +35,7 @@ def other_processes(name: str, options: Options, kind: type[AnyConfig]) -> Calla
     need, which a line on standard error says, and `options.ranks` is set to it. Raises `ValueError`
     for options that exclude each other and for a mistake in the recipe.
     """
-    refuse_wrong()
+    launcher.refuse_wrong()
     places, is_rank = name == "run", "RANK" in os.environ
     is_told = bool(options.gpus_per_node or options.nodes or options.cpu)
     is_job = bool(os.environ.get("SLURM_JOB_ID"))
