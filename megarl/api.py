@@ -406,11 +406,11 @@ class Trainer:
         self.callbacks, self.ranks, self.engines = callbacks, ranks, engines
         self._told: dict[str, int] = {}
         tree, where, beside = _tree_of(recipe, changes)
-        kind = configs.task_class(tree, where)
+        config_class = configs.task_class(tree, where)
         of_data = next(
             name
             for name in ("demonstrations", "preferences", "prompts")
-            if name in kind.model_fields
+            if name in config_class.model_fields
         )
         given = GivenObjects(tree)
         algorithm = {"advantage": advantage, "loss": loss}
@@ -418,7 +418,7 @@ class Trainer:
         given.functions(algorithm, {name: f"algorithm.{name}" for name in algorithm})
         given.rows("data", data, f"{of_data}.source")
         given.rows("evaluation_data", evaluation_data, f"evaluation.{of_data}.source")
-        self.config = configs.from_tree(kind, tree, where=where, beside=beside)
+        self.config = configs.from_tree(config_class, tree, where=where, beside=beside)
         if engines is not None:
             engines.refuse(self.config)
         check_named_files(self.config, skip=given.keys)

@@ -162,13 +162,13 @@ def plan(arguments: list[str]) -> Start:
     try:
         if command.arguments:
             load(command.arguments)(options)
-        kind = kinds.get("") or recipe_class(name, options.recipe)
-        processes = load(command.starts)(name, options, kind) if command.starts else None
+        config_class = kinds.get("") or recipe_class(name, options.recipe)
+        processes = load(command.starts)(name, options, config_class) if command.starts else None
         if processes is not None:
             return Start(processes, LAUNCH_END_WITHIN_S)
     except (ValueError, PermissionError) as error:
         raise mistake(error) from error
-    run = partial(run_recipe, command, kind, options)
+    run = partial(run_recipe, command, config_class, options)
     return Start(run, command.end_within_s, command.owns_folder)
 
 
@@ -178,21 +178,21 @@ def recipe_class(name: str, recipe: str) -> type[AnyConfig]:
     """
     from megarl import config as configs
 
-    kind = configs.task_class(configs.written_tree(recipe), f"recipe {recipe}")
-    tasks = {task: other for task, other in COMMANDS[name].kinds().items() if other is kind}
+    config_class = configs.task_class(configs.written_tree(recipe), f"recipe {recipe}")
+    tasks = {task: other for task, other in COMMANDS[name].kinds().items() if other is config_class}
     allowed = " or ".join(COMMANDS[name].tasks)
     require(
         bool(tasks),
-        f"recipe {recipe} has task: {kind.model_fields['task'].default}, and megarl {name} needs a"
-        f" recipe with task: {allowed}",
+        f"recipe {recipe} has task: {config_class.model_fields['task'].default}, and megarl"
+        f" {name} needs a recipe with task: {allowed}",
     )
-    return kind
+    return config_class
 
 
 def run_recipe(
-    command: Command, kind: type[AnyConfig | ServeRewardConfig], options: Options
+    command: Command, config_class: type[AnyConfig | ServeRewardConfig], options: Options
 ) -> int:
-    """Run a command in this process: read the recipe as configuration class `kind`, check
+    """Run a command in this process: read the recipe as configuration class `config_class`, check
     everything, and run until the end. Returns the exit code. Raises `UserError` for what the user
     can correct in recipe, data or machine.
     """
@@ -201,7 +201,7 @@ def run_recipe(
     is_main = os.environ.get("RANK", "0") == "0"
     say = console.say if is_main else str
     try:
-        config = configs.read(kind, options.recipe, options.overrides, say)
+        config = configs.read(config_class, options.recipe, options.overrides, say)
     except (ValueError, PermissionError) as error:
         raise mistake(error) from error
     if options.print_config:

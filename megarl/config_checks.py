@@ -31,9 +31,9 @@ run, with an error that does not name the engine."""
 
 
 def check_run_settings(config: RunConfig, longest: int) -> None:
-    """Check that the settings of a run that generates rollouts (`task: rl`, `distill`) fit each
-    other: rewards, verifiers, models, engines and their time limits. Raises `ValueError`, with what
-    to set, where they do not. `longest`: most tokens of one prompt and its response together.
+    """Raise `ValueError`, with what to set, if two settings of a `task: rl` or `task: distill` do
+    not go together, such as a batch size and the number of mini-batches. `longest`: the most tokens
+    that a prompt and its response may have together.
     """
     require(config.prompts.names_data, "prompts.source is empty; set it to a data file or hub name")
     check_engines(config, longest)

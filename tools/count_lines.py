@@ -79,25 +79,27 @@ def prose_of_core() -> tuple[float, float]:
 
 
 def group(name: str) -> str:
-    """What a package belongs to: core, apps, tests or tools."""
+    """The sum that a package counts for: "core", "apps", "tests" or "tools"."""
     top = name.split("/")[0]
     if name.startswith("megarl/apps"):
         return "apps"
     return "core" if top in CORE else top
 
 
-def sums(found: dict[str, int]) -> dict[str, int]:
-    """{core, apps, tests or tools: lines of code}"""
+def sums(packages: dict[str, int]) -> dict[str, int]:
+    """Lines of code altogether: {"core": 24000, "apps": ..., "tests": ..., "tools": ...}.
+    `packages`: {package: its lines of code}.
+    """
     total = dict.fromkeys(("core", "apps", "tests", "tools"), 0)
-    for name, lines in found.items():
+    for name, lines in packages.items():
         total[group(name)] += lines
     return total
 
 
-def table(found: dict[str, int]) -> str:
-    """A Markdown table with a row for each package, and the sums below them."""
-    rows = [f"| {name} | {lines:,} |" for name, lines in sorted(found.items())]
-    rows += [f"| **{name}** | **{lines:,}** |" for name, lines in sums(found).items()]
+def table(packages: dict[str, int]) -> str:
+    """A Markdown table with a row for each package, and below them those of `sums`."""
+    rows = [f"| {name} | {lines:,} |" for name, lines in sorted(packages.items())]
+    rows += [f"| **{name}** | **{lines:,}** |" for name, lines in sums(packages).items()]
     return "\n".join(["| package | lines of code |", "|---|---:|", *rows])
 
 

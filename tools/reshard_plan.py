@@ -79,7 +79,7 @@ class Model:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(one.shape) for name, one in self.empty().named_parameters()}
+        return {name: tuple(parameter.shape) for name, parameter in self.empty().named_parameters()}
 
     @property
     def parameters(self) -> int:

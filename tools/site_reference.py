@@ -39,7 +39,7 @@ def recipes() -> Mapping[str, type[Config]]:
 
 def _recipe_page(name: str, kind: type[Config]) -> Iterator[str]:
     """The lines of the page about a kind of recipe."""
-    using = [one for one, command in COMMANDS.items() if kind in command.kinds().values()]
+    using = [name for name, command in COMMANDS.items() if kind in command.kinds().values()]
     commands = ", ".join(f"[`megarl {one}`](commands.md#megarl-{one})" for one in using)
     title = f"`task: {name}`" if name in TASKS else f"`megarl {name}`"
     yield from (f"# Recipe of {title}", "")

@@ -87,7 +87,7 @@ class Recording:
         """(recording, name such as "engine0-core") with which a child process that does the part
         `part` of this process's work calls `open`; None if this process does not record.
         """
-        return next(((one.recording, f"{one.process}-{part}") for one in WRITERS), None)
+        return next(((writer.recording, f"{writer.process}-{part}") for writer in WRITERS), None)
 
     def make(self, *, keep: bool) -> None:
         """On rank 0, before any process calls `open`: create the folder. `keep`: with the traces of
@@ -141,7 +141,7 @@ def activity(
     processes that it waits for; `deadline_s`: after which it fails, 0 for none. `quiet`, of what is
     done many times a step: written only if it lasts.
     """
-    names = [f"rank{one}" if isinstance(one, int) else one for one in of]
+    names = [f"rank{name}" if isinstance(name, int) else name for name in of]
     whom = [of] if isinstance(of, str) else names
     whom = whom if len(whom) <= NAMED_RANKS else [f"{len(whom)} ranks"]
     args = {"waits on": whom, "deadline_s": deadline_s}
@@ -233,8 +233,8 @@ class TraceWriter:
             if span in self._open:
                 self._open.remove(span)
                 if span.is_written:
-                    place = {key: span.event[key] for key in ("id", "tid")}
-                    self._write({"ph": "E", "ts": micros(), **place})
+                    numbers = {key: span.event[key] for key in ("id", "tid")}
+                    self._write({"ph": "E", "ts": micros(), **numbers})
 
     def mark(self, name: str, **args: int) -> None:
         """Record a moment, such as the begin of a step."""

@@ -38,7 +38,7 @@ class EngineCall:
         only stopped because another process gave the transfer of weights up.
         """
         outcomes: list[CallOutcome] = self._engines.answer(self._reference, timeout_s)
-        failed = {n: one.problem for n, one in enumerate(outcomes) if one.problem}
+        failed = {n: outcome.problem for n, outcome in enumerate(outcomes) if outcome.problem}
         # The call ends at the first failure: others are late only if none has failed.
         known = {n: why for n, why in failed.items() if why != "late"}
         late = "it did not answer in time; raise weight_sync.timeout_s"
@@ -47,7 +47,7 @@ class EngineCall:
             raise Aborted(GIVEN_UP)
         if lost := lost or dict.fromkeys(failed, late):
             raise EngineLost("; ".join(dict.fromkeys(lost.values())), tuple(lost))
-        return [one.answer for one in outcomes]
+        return [outcome.answer for outcome in outcomes]
 
     def settle(self, *, timeout_s: float) -> list[int]:
         """After a transfer was aborted, wait at most `timeout_s` seconds until the call has ended
@@ -55,7 +55,11 @@ class EngineCall:
         error of its own and not because of the abort.
         """
         outcomes: list[CallOutcome] = self._engines.ask("settled", timeout_s, timeout_s=timeout_s)
-        return [n for n, one in enumerate(outcomes) if one.problem and GIVEN_UP not in one.problem]
+        return [
+            n
+            for n, outcome in enumerate(outcomes)
+            if outcome.problem and GIVEN_UP not in outcome.problem
+        ]
 
 
 class EngineClient:
@@ -114,7 +118,7 @@ class EngineClient:
         for number, outcome in zip(self.members, outcomes, strict=True):
             if outcome.problem and not outcome.is_lost:
                 raise RuntimeError(f"engine {number} cannot take weights in: {outcome.problem}")
-        lost = {n: one.problem for n, one in enumerate(outcomes) if one.problem}
+        lost = {n: outcome.problem for n, outcome in enumerate(outcomes) if outcome.problem}
         if lost:
             raise EngineLost("; ".join(dict.fromkeys(lost.values())), tuple(lost))
 

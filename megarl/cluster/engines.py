@@ -93,8 +93,8 @@ class EngineStarts:
             name = f"{number}-{secrets.token_hex(4)}"
             options |= {"name": name, "namespace": self.namespace, "lifetime": "detached"}
         environment = self.arguments["environment"] | seat.environment
-        own = self.arguments | {"number": number, "environment": environment}
-        return ray.remote(EngineActor).options(**options).remote(**own)
+        arguments = self.arguments | {"number": number, "environment": environment}
+        return ray.remote(EngineActor).options(**options).remote(**arguments)
 
 
 @dataclass
@@ -378,9 +378,9 @@ class EngineManager:
         return [CallOutcome.of(call) for call in self._calls]
 
     async def sleep(self, timeout_s: float) -> list[str]:
-        """Have all engines free their GPU memory, once none starts any more; until `hold` no engine
-        is started. Engines that are dead or late are replaced then. Returns what living engines
-        have failed by.
+        """Have all engines free their GPU memory for a colocated trainer, and wait until they have,
+        `timeout_s` seconds at most; one that dies or is late is killed, and replaced after the next
+        `hold`. Returns the errors of engines that live. Raises `ProcessLost` if none is left.
         """
         self._may_start.clear()
         await self._until_all("ready", "lost", "ended", "given up")
@@ -390,7 +390,9 @@ class EngineManager:
         return failed
 
     async def wake(self, timeout_s: float) -> list[str]:
-        """Have all engines allocate the memory of their weights again; see `sleep`."""
+        """Have all engines allocate GPU memory for their weights again, which a publication then
+        fills. Time limit, errors and lost engines are those of `sleep`.
+        """
         return await self._each("wake", timeout_s)
 
     async def _each(self, method: str, timeout_s: float) -> list[str]:

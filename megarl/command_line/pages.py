@@ -76,7 +76,7 @@ def _about(name: str, command: Command) -> Iterator[str]:
     if command.run == "":
         yield from textwrap.wrap("The recipe's key `task` says which training it is:", width())
         yield ""
-        yield from _columns({task: what.summary for task, what in TASKS.items()})
+        yield from _columns({task: training.summary for task, training in TASKS.items()})
         yield ""
     settings, own_help = {}, {"--help": "this page"}
     if command.kinds():
@@ -203,7 +203,7 @@ def completion(words: Sequence[str]) -> str:
         raise UserError(f"megarl completion needs a shell: megarl completion {'|'.join(BEFORE)}")
     cases = []
     for name, command in COMMANDS.items():
-        keys = {one.key for kind in command.kinds().values() for one in settings(kind)}
+        keys = {setting.key for kind in command.kinds().values() for setting in settings(kind)}
         known = [*command.option_names, "--help", *(f"--{key}" for key in sorted(keys))]
         cases.append(f"      {name}) words='{' '.join(known)}' ;;")
     script = SCRIPT.replace("COMMANDS", " ".join([*COMMANDS, *OTHERS]))

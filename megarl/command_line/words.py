@@ -20,9 +20,9 @@ def parse(name: str, words: Sequence[str]) -> Options:
     """
     command = COMMANDS[name]
     if not words or words[0].startswith("-"):
-        what = "a recipe" if command.first == "RECIPE.yaml" else "a run folder"
+        first = "a recipe" if command.first == "RECIPE.yaml" else "a run folder"
         raise UserError(
-            f"megarl {name} needs {what} first: "
+            f"megarl {name} needs {first} first: "
             f"megarl {name} {command.first} [--section.key value ...]"
         )
     parser = Arguments(f"megarl {name}")

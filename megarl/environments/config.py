@@ -352,9 +352,9 @@ class EnvironmentConfig(Config):
 
     @property
     def names_used(self) -> list[str]:
-        """Names of the verifiers and reward functions that score responses. The verifier `length`
-        asks another one, `length.verifier`, whether a response is correct, which is then listed
-        too. Empty if `mixture` is set, whose entries have verifiers of their own.
+        """Names of all verifiers and reward functions that score responses, `length.verifier`
+        included, which the verifier `length` asks. Empty if `mixture` is set, whose entries have
+        verifiers of their own.
         """
         if self.mixture:
             return []

@@ -171,12 +171,13 @@ def train_steps(parts: Parts, method: Method) -> tuple[int, int]:
 
 
 def train_step(parts: TrainingParts, method: Method, batch: StepBatch) -> StepReport:
-    """Train on `batch`, this rank's samples of a step, by `method`. Returns the step's report; its
-    metrics also have those of the rollouts and "tokens/trained", all response tokens, where the
-    method has not set them. All ranks of the policy call it together.
+    """Train for one step on `batch`, the samples that this rank has of the step. `method`: the
+    recipe's `algorithm.method`. Returns the step's report, with the metrics of the rollouts and
+    "tokens/trained" (the number of response tokens) added, unless the method has set them. All
+    ranks of the policy call it together.
 
-    Raises `UserError` if the method returns no report, and after `training.max_empty_steps` steps
-    in a row without samples; what the method raises is passed on.
+    Raises `UserError` if the method does not return a `StepReport`, and after
+    `training.max_empty_steps` steps in a row without samples.
     """
     # A copy, to which models and functions add: the recorded batch is being written meanwhile.
     batch = replace(batch, metrics=dict(batch.metrics))

@@ -98,7 +98,7 @@ def with_head(parameters: Sequence[SizedParameter], head: str) -> list[SizedPara
     """
     if head == "logprobs":
         return [*parameters]
-    kept = [one for one in parameters if one.name != OUTPUT_HEAD]
+    kept = [parameter for parameter in parameters if parameter.name != OUTPUT_HEAD]
     if head in ("value", "scalar"):
         kept.append(SizedParameter(SCORE_HEAD, (1, parameters[0].shape[-1])))
     return kept
@@ -123,8 +123,8 @@ def role_memory(
     """
     stage, sharing = training.zero_stage, layout.data * layout.sequence
     lora = training.lora if trains or training.lora.adapter else LoraConfig()
-    weights = [one.on_rank for one in parameters]
-    adapters = [size for one in parameters for size in _adapter(one, lora)]
+    weights = [parameter.on_rank for parameter in parameters]
+    adapters = [size for parameter in parameters for size in _adapter(parameter, lora)]
     trained = trained_elements(parameters, training) if trains else []
 
     def bytes_of(sizes: Sequence[int], each: int, divided_from: int) -> int:
@@ -150,9 +150,9 @@ def trained_elements(parameters: Sequence[SizedParameter], training: TrainingCon
     here.
     """
     if not training.lora.is_on:
-        return [one.on_rank for one in parameters]
-    adapters = [size for one in parameters for size in _adapter(one, training.lora)]
-    heads = [one.on_rank for one in parameters if one.name == SCORE_HEAD]
+        return [parameter.on_rank for parameter in parameters]
+    adapters = [size for parameter in parameters for size in _adapter(parameter, training.lora)]
+    heads = [parameter.on_rank for parameter in parameters if parameter.name == SCORE_HEAD]
     return adapters + heads
 
 
@@ -200,7 +200,10 @@ def engine_memory(parameters: Sequence[SizedParameter], tensor: int, dtype: str)
     """About how many bytes of weights each of the `tensor` GPUs of an inference engine has: every
     matrix is split evenly, without padding. `dtype`: "float32", "bfloat16" or "float16".
     """
-    sizes = [num_elements(one.shape) / (tensor if len(one.shape) > 1 else 1) for one in parameters]
+    sizes = [
+        num_elements(parameter.shape) / (tensor if len(parameter.shape) > 1 else 1)
+        for parameter in parameters
+    ]
     return math.ceil(BYTES[dtype] * sum(sizes))
 
 

@@ -33,7 +33,7 @@ def kept_memory(parameters: Sequence[SizedParameter], layout: Layout, config: Ru
     """
     training, bucket = config.training, config.weight_sync.bucket_bytes or BUCKET_BYTES["cuda"]
     weights = role_memory(parameters, layout, training, trains=True).weights
-    gathered = _gathered([one.on_rank for one in parameters], training)
+    gathered = _gathered([parameter.on_rank for parameter in parameters], training)
     return weights + gathered + 2 * bucket + DIGEST_BYTES + RUNTIME_BYTES
 
 

@@ -49,7 +49,7 @@ def plain_table(shapes: Mapping[str, tuple[int, ...]], tensor: int) -> list[Para
 
 def table_to_json(table: Sequence[ParameterSpec]) -> str:
     """A parameter table as JSON text, which `table_from_json` reads."""
-    return json.dumps([astuple(one) for one in table], separators=(",", ":"))
+    return json.dumps([astuple(parameter) for parameter in table], separators=(",", ":"))
 
 
 def table_from_json(text: str) -> list[ParameterSpec]:
@@ -105,7 +105,10 @@ def kinds_of(table: Sequence[ParameterSpec], shards: Mapping[str, Shard]) -> Kin
     first: dict[tuple[object, ...], list[ParameterSpec]] = {}
     like: dict[str, str] = {}
     for members in stacked.values():
-        kind = tuple((one.shape, one.boxes, one.zeros, shards.get(one.name)) for one in members)
+        kind = tuple(
+            (parameter.shape, parameter.boxes, parameter.zeros, shards.get(parameter.name))
+            for parameter in members
+        )
         for one, other in zip(members, first.setdefault(kind, members), strict=True):
             like[one.name] = other.name
     return Kinds(

@@ -179,7 +179,9 @@ class Route:
 
 
 def _plan(spec: RouteSpec, table: Sequence[ParameterSpec]) -> PlanPart:
-    """The plan of `spec`, from which one rank's copies can be made."""
+    """Which rank sends which elements of the weights to which; `Route`s of single ranks are made of
+    it. Raises `ValueError` if `table` is not the parameter table that `spec` was made with.
+    """
     if table_fingerprint(table) != spec.table:
         raise ValueError(
             "the engine's model is not the trainer's: their parameter tables differ; start both"
@@ -194,9 +196,9 @@ def _plan(spec: RouteSpec, table: Sequence[ParameterSpec]) -> PlanPart:
 
 
 def training_parts(spec: RouteSpec, table: Sequence[ParameterSpec]) -> list[Owned]:
-    """What each trainer rank has of the tensors of `table`, under the trainer's parallelism and
-    ZeRO stage. Returns for each rank an `Owned`: `pieces`, rectangles of tensors with their places
-    in flat buffers, in elements, and `sizes`, the elements of each buffer.
+    """For each trainer rank, the part of the weights that it holds, as tensor parallelism and the
+    ZeRO stage of `spec` divide them. An `Owned` lists the rectangles of tensors that a rank holds
+    and where they lie in its flat buffers, in elements. `table`: the model's parameters.
     """
     return training_owned(
         {parameter.name: parameter.shape for parameter in table},

@@ -242,8 +242,10 @@ def test_a_killed_receiver_is_noticed_and_a_fresh_one_takes_its_place(
         # Who sees the connection break first names the engine, and the others give the version up.
         said = {problem.split(" is gone")[0].split(":")[0] for problem in killed["problems"]}
         assert said <= {"EngineLost", "Aborted"} and "EngineLost" in said, killed
-        named = [one for one in killed["problems"] if one.startswith("EngineLost")]
-        assert all(one.startswith("EngineLost: rank 0 of engine 0 is gone") for one in named)
+        named = [problem for problem in killed["problems"] if problem.startswith("EngineLost")]
+        assert all(
+            problem.startswith("EngineLost: rank 0 of engine 0 is gone") for problem in named
+        )
     else:
         assert any("died" in problem for problem in killed["problems"]), killed["problems"]
     assert killed["answers"][0] == {"error": "died"}

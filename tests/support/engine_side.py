@@ -190,7 +190,7 @@ def engines_in(
             return await getattr(self.manager, method)(*arguments)
 
         async def actors(self) -> list[tuple[Any, Any]]:
-            return [(one.handle, one.processes) for one in self.manager.engines]
+            return [(engine.handle, engine.processes) for engine in self.manager.engines]
 
         async def stop(self) -> None:
             await self.manager.close()

@@ -175,7 +175,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / case / "tensors.json").write_text(json.dumps(tensors))
         with torch.device("meta"):
             model: Any = transformers.AutoModelForCausalLM.from_config(config)
-        shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         torch.save(numbered(shapes), folder / case / "checkpoint.pt")
 
     for case, (kind, changes) in CASES.items():

@@ -205,7 +205,7 @@ def test_the_cells_of_the_notebook_run(place: Path) -> None:
     assert [line.split()[0] for line in lines[3:13]] == [f"{digit}=" for digit in range(10)]
     assert lines[13] == "1 runs/notebook runs/exact"
     engines = [place / "runs" / name / "activity/engine0.json" for name in ("notebook", "exact")]
-    pids = [set(re.findall(r'"host":"[^"]*","pid":(\d+)', one.read_text())) for one in engines]
+    pids = [set(re.findall(r'"host":"[^"]*","pid":(\d+)', path.read_text())) for path in engines]
     assert pids[0] == pids[1] and len(pids[0]) == 1, "three runs have had one engine"
     folder = place / "runs" / "notebook"
     assert [row["step"] for row in records(folder / "metrics.jsonl")] == [1, 2, 3, 4]

@@ -74,7 +74,7 @@ def run_of(folder: Path, model: Path, **environment: str) -> tuple[Path, list[di
     done = megarl("run", write_recipe(folder / "recipe.yaml", tree), **environment)
     assert done.code == 0, done.err[-3000:]
     events = records(folder / "run" / "ledger.jsonl")
-    return folder / "run", [one for one in events if one["event"] == "finished"]
+    return folder / "run", [event for event in events if event["event"] == "finished"]
 
 
 @pytest.mark.slow
@@ -89,6 +89,6 @@ def test_failed_verdicts_change_nothing(tmp_path: Path) -> None:
     assert not any("left_out" in group for group in others)
     assert steps_of(run) == steps_of(other) and len(steps_of(run)) == 4
     weights = (run / "checkpoints" / "step_000004").rglob("*.safetensors")
-    for file in (compared := [one for one in weights if one.parent.name != "random"]):
+    for file in (compared := [path for path in weights if path.parent.name != "random"]):
         assert file.read_bytes() == (other / file.relative_to(run)).read_bytes(), file
     assert len(compared) > 1

@@ -249,7 +249,9 @@ def test_several_verdicts_and_an_engine_that_dies(tmp_path: Path) -> None:
             total = one["reward"] * verdicts
             assert 0 <= one["reward"] <= 2 and total == pytest.approx(round(total))
         server.started = server.below()
-        (core,) = [one for one in server.started if one.name().startswith("VLLM::EngineCor")]
+        (core,) = [
+            process for process in server.started if process.name().startswith("VLLM::EngineCor")
+        ]
         core.kill()
         asked_again = {"samples": [{"prompt": {}, "response": "7"}]}
         answer = requests.post(server.url, json=asked_again, timeout=60)

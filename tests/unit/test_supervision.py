@@ -330,10 +330,10 @@ class Run:
     async def until(self, *states: str) -> None:
         """Wait for the states of the engines."""
         for _ in range(2000):
-            if tuple(one.state for one in self.manager.engines) == states:
+            if tuple(engine.state for engine in self.manager.engines) == states:
                 return
             await asyncio.sleep(0.005)
-        raise AssertionError([one.state for one in self.manager.engines])
+        raise AssertionError([engine.state for engine in self.manager.engines])
 
 
 @asynccontextmanager

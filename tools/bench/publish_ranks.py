@@ -67,7 +67,9 @@ class Case:
         self.table = recorded_table(task["model"], config, task["engine_tensor"], on_cpu=on_cpu)
         self.shapes = {row.name: row.shape for row in self.table}
         sized = sized_parameters(ModelConfig(path=task["model"]), task["tensor"])
-        self.shards = {one.name: one.shard for one in sized if one.shard is not None}
+        self.shards = {
+            parameter.name: parameter.shard for parameter in sized if parameter.shard is not None
+        }
         self.owned = training_owned(self.shapes, self.shards, self.layout, task["zero"])
         self.engine = engine_owned(self.table, task["engine_tensor"])
         self.engine_bytes = sum(sum(owned.sizes.values()) for owned in self.engine) * ITEMSIZE

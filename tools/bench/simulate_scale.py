@@ -110,7 +110,9 @@ def plans(engines: int) -> dict[str, Any]:
     spec = RouteSpec(
         layout=Layout(8, 1, 8),
         zero_stage=3,
-        shards={one.name: one.shard for one in sized if one.shard is not None},
+        shards={
+            parameter.name: parameter.shard for parameter in sized if parameter.shard is not None
+        },
         engines=engines,
         engine_tensor=8,
         dtype="bfloat16",

@@ -93,7 +93,7 @@ def run_checks(
         except Exception as error:  # the other checks still count
             fix = "look for what hangs, or report this as an error of megarl's"
             results = [Finding("FAIL", repr(error), fix)]
-        findings += [replace(one, check=one.check or name) for one in results]
+        findings += [replace(finding, check=finding.check or name) for finding in results]
     pool.shutdown(wait=False, cancel_futures=True)
     return findings
 

@@ -65,10 +65,10 @@ def check_packages() -> Iterator[Finding]:
     statuses: dict[Status, list[str]] = {"FAIL": missing, "warn": differ}
     for status, names in statuses.items():
         if names:
-            what = "missing" if status == "FAIL" else "of another version"
+            fault = "missing" if status == "FAIL" else "of another version"
             more = f" and {len(names) - 4} more" if len(names) > 4 else ""
             shown = ", ".join(names[:4]) + more
-            text = f"{len(names)} of {len(pinned)} {what}: {shown}"
+            text = f"{len(names)} of {len(pinned)} {fault}: {shown}"
             yield Finding(status, text, "bash launch/env.sh")
     if not missing and not differ:
         yield Finding("ok", f"{len(pinned)} as pinned in launch/{file.name}")

@@ -144,9 +144,9 @@ def refuse_placement(config: RunConfig, plan: LaunchPlan, gpus: Gpus) -> None:
 
 
 def addresses(options: Options, hosts: Sequence[str]) -> Addresses:
-    """Choose the address of the first node and free ports for Ray and torchrun, for a run that this
-    process starts on `hosts`, names of nodes of which the first is this machine. With one host,
-    only loopback is used.
+    """Choose where the processes of a run meet: the first node's address, a free port for Ray's
+    head (or `options.port`), for Ray's clients and for torchrun, and Ray's folder. `hosts`: names
+    of the run's nodes, this machine first; a run on one host uses its loopback address.
     """
     several = len(hosts) > 1
     return Addresses(

@@ -98,12 +98,15 @@ def shown_commands(started: Sequence[Process], hosts: Sequence[str]) -> list[str
     """
     lines: list[str] = []
     if not hosts:
-        for node in sorted({one.node for one in started}):
-            lines += [f"# node {node}", *(str(one.command) for one in started if one.node == node)]
+        for node in sorted({process.node for process in started}):
+            lines += [
+                f"# node {node}",
+                *(str(process.command) for process in started if process.node == node),
+            ]
         return lines
-    for one in started:
-        through = f"{' '.join(srun(hosts[one.node], []))} " if len(hosts) > 1 else ""
-        lines.append(f"{through}{one.command}")
+    for process in started:
+        through = f"{' '.join(srun(hosts[process.node], []))} " if len(hosts) > 1 else ""
+        lines.append(f"{through}{process.command}")
     return lines
 
 

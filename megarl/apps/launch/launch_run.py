@@ -107,8 +107,8 @@ class Launcher:
 
     def _run(self) -> int:
         rays = [one for one in self.processes if one.kind == "ray"]
-        for part in (rays[:1], rays[1:]):  # the head first
-            for process in part:
+        for group in (rays[:1], rays[1:]):  # the head first
+            for process in group:
                 self.start(process)
             if not self._wait_for_ray():
                 return 1
@@ -155,8 +155,8 @@ class Launcher:
         """
         started = waiting = self._of_kind("ray")
         deadline = time.monotonic() + READY_WITHIN_S
-        while waiting := [one for one in waiting if READY not in one.output]:
-            ended = [one for one in started if one.code is not None]
+        while waiting := [process for process in waiting if READY not in process.output]:
+            ended = [process for process in started if process.code is not None]
             if ended or time.monotonic() > deadline:
                 self._show_end([*ended, *waiting][0])
                 announce(
@@ -173,10 +173,10 @@ class Launcher:
         first, 0 if none did, or 1 if Ray ended before.
         """
         ranks = self._of_kind("ranks")
-        while not (failed := [one for one in ranks if one.code]):
-            if all(one.code == 0 for one in ranks):
+        while not (failed := [rank for rank in ranks if rank.code]):
+            if all(rank.code == 0 for rank in ranks):
                 return 0
-            if lost := [one for one in self._of_kind("ray") if one.code is not None]:
+            if lost := [process for process in self._of_kind("ray") if process.code is not None]:
                 self._show_end(lost[0])
                 announce(
                     f"error: Ray on {lost[0].host} ended with exit code {lost[0].code} while the"
@@ -209,8 +209,8 @@ class Launcher:
             self._settle(ranks, SHUTDOWN_S + MARGIN_S + self.more_s)
         self.order(self.running, KILL)
         self._settle(self.running, MARGIN_S)
-        self.silent = sorted({one.host for one in self.running if one.code is None})
-        kill_marked(str(self._state), {one.popen.pid for one in self.running})
+        self.silent = sorted({process.host for process in self.running if process.code is None})
+        kill_marked(str(self._state), {process.popen.pid for process in self.running})
 
     def order(self, which: Sequence[RunningProcess], order: bytes) -> None:
         """Tell the processes `which` to end, through their standard input. `order`: `b"end\\n"`,
@@ -226,7 +226,7 @@ class Launcher:
     def _settle(self, which: Sequence[RunningProcess], patience_s: float) -> None:
         """Wait until processes have ended, at most `patience_s` seconds."""
         deadline = time.monotonic() + patience_s
-        while any(one.code is None for one in which) and time.monotonic() < deadline:
+        while any(process.code is None for process in which) and time.monotonic() < deadline:
             time.sleep(POLL_S / 4)
 
 

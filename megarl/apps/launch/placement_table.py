@@ -65,7 +65,7 @@ def placement(plan: LaunchPlan, gpus: Gpus) -> dict[str, Any]:
     """{model (policy, critic, ...) or engine: its row}, the GPUs that are `free`, and `notes`."""
     config, notes = plan.config, list[str]()
     rows = {name: _role_row(name, plan, gpus, notes) for name in plan.roles}
-    at = {name: [gpus.ranks[rank] for rank in place.ranks] for name, place in plan.roles.items()}
+    at = {name: [gpus.ranks[rank] for rank in role.ranks] for name, role in plan.roles.items()}
     if isinstance(config, RunConfig):
         layout = plan.roles["policy"].layout
         parameters = known_parameters(config.model, layout.tensor, notes)
@@ -78,11 +78,11 @@ def placement(plan: LaunchPlan, gpus: Gpus) -> dict[str, Any]:
             )
         dtype = config.rollout.engine.dtype
         memory = Memory(engine_memory(parameters, plan.tensor, dtype)) if parameters else None
-        for number, own in enumerate(gpus.engines):
+        for number, engine_gpus in enumerate(gpus.engines):
             row = {"status": "vLLM", "model": config.model.path, "parameters": _count(parameters)}
-            row |= {"layout": f"tensor {plan.tensor}", "gpus": gpu_text(own)}
+            row |= {"layout": f"tensor {plan.tensor}", "gpus": gpu_text(engine_gpus)}
             rows[f"engine {number}"] = row | {"memory": _sizes(memory)}
-            at[f"engine {number}"] = own
+            at[f"engine {number}"] = engine_gpus
     if not gpus.on_cpu:
         rows["free"] = {"gpus": gpu_text(gpus.free) or "none"}
         notes += _shared(rows, at)
@@ -116,7 +116,9 @@ def compressed(numbers: Sequence[int | str]) -> str:
             parts[-1].append(number)
         else:
             parts.append([number])
-    return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else f"{part[0]}" for part in parts)
+    return ",".join(
+        f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}" for numbers in parts
+    )
 
 
 def gpu_text(gpus: Sequence[Gpu]) -> str:
@@ -164,22 +166,26 @@ def _role_row(name: str, plan: LaunchPlan, gpus: Gpus, notes: list[str]) -> Row:
         row["parameters"] = _count(parameters)
     if memory and memory.host:
         sums = training.offload_gradients == "step"
-        what = "optimizer states are" if sums else "gradients and optimizer states are"
-        notes.append(f"{name}: {what} in the host's memory, {memory.host / GIB:.1f} GiB a rank")
+        states = "optimizer states are" if sums else "gradients and optimizer states are"
+        notes.append(f"{name}: {states} in the host's memory, {memory.host / GIB:.1f} GiB a rank")
     if training.lora.is_on and trains:
         notes.append(f"{name}: LoRA trains adapters of rank {training.lora.rank} alone")
     if head == "states":
         notes.append(
             "the policy's ranks also hold their rows of the teacher's output head, uncounted"
         )
-    own = [gpus.ranks[rank] for rank in place.ranks]
-    row |= {"layout": degrees, "ranks": compressed(place.ranks), "gpus": gpu_text(own)}
+    role_gpus = [gpus.ranks[rank] for rank in place.ranks]
+    row |= {"layout": degrees, "ranks": compressed(place.ranks), "gpus": gpu_text(role_gpus)}
     return row | {"memory": _sizes(memory)}
 
 
 def _count(parameters: Sequence[SizedParameter] | None) -> int | str:
     """The number of a model's parameters; "?" if they are not known."""
-    return "?" if parameters is None else sum(num_elements(one.shape) for one in parameters)
+    return (
+        "?"
+        if parameters is None
+        else sum(num_elements(parameter.shape) for parameter in parameters)
+    )
 
 
 def _sizes(memory: Memory | None) -> dict[str, float] | str:
@@ -213,7 +219,7 @@ def _shared(rows: Mapping[str, Row], at: Mapping[str, Sequence[Gpu]]) -> list[st
     for names in dict.fromkeys(each for each in users.values() if len(each) > 1):
         gpus = [gpu for gpu, each in users.items() if each == names]
         sizes = [rows[name]["memory"] for name in names]
-        total = "? GiB" if "?" in sizes else f"{sum(one['total'] for one in sizes):.2f} GiB"
+        total = "? GiB" if "?" in sizes else f"{sum(size['total'] for size in sizes):.2f} GiB"
         is_colocated = any(name.startswith("engine") for name in names)
         asleep = ", in turns: the engine sleeps while the roles train" if is_colocated else ""
         notes.append(f"shared, {gpu_text(gpus)}: {' + '.join(names)} = {total} a GPU{asleep}")

@@ -26,10 +26,12 @@ PLACEMENT = ("port", "nodes", "gpus_per_node", "cpu", "dry_run", "requeue")
 """Options of `megarl run` with which Ray and ranks are placed on GPUs and nodes."""
 
 
-def other_processes(name: str, options: Options, kind: type[AnyConfig]) -> Callable[[], int] | None:
+def other_processes(
+    name: str, options: Options, config_class: type[AnyConfig]
+) -> Callable[[], int] | None:
     """The function that starts the run of a recipe in other processes, waits for it and returns its
     exit code; None where the run is this process. `name`: "run", or "replay", which has ranks but
-    no placement; `kind`: the recipe's configuration class.
+    no placement; `config_class`: the recipe's configuration class.
 
     Without `--ranks` the run has as many ranks as the recipe's layout, roles and colocated engines
     need, which a line on standard error says, and `options.ranks` is set to it. Raises `ValueError`
@@ -48,7 +50,7 @@ def other_processes(name: str, options: Options, kind: type[AnyConfig]) -> Calla
     if options.print_config or is_rank:
         return None
     launches = bool(placed or has_gpus)
-    config = configs.read(kind, options.recipe, options.overrides, say if launches else str)
+    config = configs.read(config_class, options.recipe, options.overrides, say if launches else str)
     if options.ranks is None and places:
         is_open = config.training.layout.data == 0
         if is_open or options.check or not launches:  # else `launch.main` shows the ranks

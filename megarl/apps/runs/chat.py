@@ -53,9 +53,9 @@ def main(arguments: list[str]) -> int:
 
 
 def model_of(named: str, *, best: bool = False) -> str:
-    """Path or hub name of the model to load for `named`: of a run folder the model in its newest
-    checkpoint, or in its best; anything else as it is. Raises `UserError` if there is no such
-    checkpoint.
+    """The folder or hub name to load a model from. `named`: a run folder, of which the model in the
+    newest checkpoint is taken (with `best`, in the best one); or a model's folder or hub name,
+    which is returned. Raises `UserError` for a run without such a checkpoint.
     """
     from megarl.checkpoints.listing import checkpoint_of
 

@@ -50,8 +50,8 @@ def main(arguments: list[str]) -> int:
     missing = summary["missing"] = list(missing_parts(options.run, sums))
     as_yaml = yaml.safe_dump(summary, sort_keys=False, default_flow_style=None).rstrip()
     result(json.dumps(summary) if options.json else as_yaml)
-    for what in [*missing, *sums.contradictions]:
-        say(f"megarl: {path}: {what}")
+    for problem in [*missing, *sums.contradictions]:
+        say(f"megarl: {path}: {problem}")
     if (more := sums.num_contradictions - len(sums.contradictions)) > 0:
         say(f"megarl: {path}: {more} more contradictions")
     return 1 if sums.num_contradictions or missing else 0

@@ -81,10 +81,10 @@ def chart(title: str, note: str, drawn: Sequence[Series], **how: Any) -> Chart |
             highest) value; `whole` for counts; `log` for a logarithmic axis, on which values of 0
             are not drawn.
     """
-    values = [[value for row in one["rows"] for value in row] for one in drawn]
+    values = [[value for row in line["rows"] for value in row] for line in drawn]
     drawn = [
-        one
-        for one, known in zip(drawn, values, strict=True)
+        line
+        for line, known in zip(drawn, values, strict=True)
         if any(value is not None for value in known)
     ]
     if not drawn:

@@ -75,8 +75,8 @@ def main(arguments: list[str]) -> int:
     except OSError as error:
         if error.filename and not str(error.filename).endswith(UNFINISHED):
             raise UserError(f"{error.filename} cannot be read: {error.strerror}") from error
-        what = f"{target} cannot be written: {error.strerror}"
-        raise UserError(f"{what}; name another file with --out FILE") from error
+        problem = f"{target} cannot be written: {error.strerror}"
+        raise UserError(f"{problem}; name another file with --out FILE") from error
     return 0
 
 
@@ -106,7 +106,7 @@ def page_data(folders: Sequence[Path]) -> dict[str, Any]:
         rows, recipe = {}, folders[0] / "recipe.yaml"
         text = recipe.read_text("utf-8", errors="replace") if recipe.exists() else None
         made_by = makers(
-            {f"from step {int(one['step']) + 1:,}": [one] for one in read_starts(folders[0])}
+            {f"from step {int(start['step']) + 1:,}": [start] for start in read_starts(folders[0])}
         )
         run = runs[folders[0]]
         only = {"histograms": histograms(run), "listings": listings(run), "recipe": text}
@@ -130,7 +130,7 @@ def page_data(folders: Sequence[Path]) -> dict[str, Any]:
         "numbers": end_numbers(drawn),
         "settings": settings,
         "charts": {
-            section: [one for plot in found for one in charts_of(plot, drawn)]
+            section: [chart for plot in found for chart in charts_of(plot, drawn)]
             for section, found in plots([*runs.values()]).items()
         },
         "made_by": made_by,
@@ -176,8 +176,8 @@ def warnings(run: Run, recipe: Mapping[str, Any]) -> list[str]:
     texts, bounds = [], usual_bounds(recipe)
     for names, divisor, text in RULES:
         metrics = names.split()
-        late = [one for one in run.metrics[-LATE:] if any(name in one for name in metrics)]
-        total = sum(one.get(name) or 0 for one in late for name in metrics)
+        late = [step for step in run.metrics[-LATE:] if any(name in step for name in metrics)]
+        total = sum(step.get(name) or 0 for step in late for name in metrics)
         of = sum(one.get(divisor) or 0 for one in late) if divisor else len(late)
         accuracy = sum(one.get("accuracy") or 0 for one in late)
         is_solved = names == "groups/rejected" and accuracy >= SOLVED * len(late)
@@ -330,7 +330,7 @@ def charts_of(plot: Plot, groups: Mapping[str, Sequence[Run]]) -> list[Chart]:
     else one for each line with a curve for each of `groups`, {label: runs}.
     """
     drawn = {
-        label: [one for one in runs if plot.of_rewards in (None, has_rewards(one))]
+        label: [run for run in runs if plot.of_rewards in (None, has_rewards(run))]
         for label, runs in groups.items()
     }
     if sum(map(len, groups.values())) == 1:
@@ -349,7 +349,7 @@ def charts_of(plot: Plot, groups: Mapping[str, Sequence[Run]]) -> list[Chart]:
             curves = [group_curve(name, drawn[name], as_line, n) for n, name in enumerate(drawn)]
             title = plot.title if len(plot.lines) == 1 else f"{plot.title}: {line.label}"
             charts.append(chart(title, plot.note, curves, **plot.how))
-    return [one for one in charts if one is not None]
+    return [chart for chart in charts if chart is not None]
 
 
 def has_rewards(run: Run) -> bool:

@@ -100,7 +100,7 @@ def makers(
     hidden = {"step", "started", "command"} if only_differing else {"step"}
     for several in starts.values():
         names = {name for start in several for name in start} - hidden
-        texts = {name: sorted({one[name] for one in several if name in one}) for name in names}
+        texts = {name: sorted({run[name] for run in several if name in run}) for name in names}
         columns.append({name: ", ".join(each) for name, each in texts.items()})
         always |= {name for name, each in texts.items() if len(each) > 1 or not only_differing}
     return [*starts], differing_rows(columns, always)
@@ -112,9 +112,9 @@ def end_numbers(groups: Mapping[str, Sequence[Run]]) -> dict[str, list[str]]:
     Numbers that no run has are left out.
     """
     columns = [[run_numbers(run) for run in runs] for runs in groups.values()]
-    names = dict.fromkeys(name for runs in columns for one in runs for name in one)
+    names = dict.fromkeys(name for runs in columns for run in runs for name in run)
     return {
-        name: [ends_text([one[name] for one in runs if name in one]) for runs in columns]
+        name: [ends_text([run[name] for run in runs if name in run]) for runs in columns]
         for name in names
     }
 
@@ -148,7 +148,7 @@ def run_numbers(run: Run) -> dict[str, Number]:
         "Generation": ("{:,.0f}".format, "tokens/s", (rates[0],)),
         "Training": ("{:,.0f}".format, "tokens/s", (rates[1],)),
     }
-    return {name: row for name, row in rows.items() if any(one is not None for one in row[2])}
+    return {name: row for name, row in rows.items() if any(value is not None for value in row[2])}
 
 
 def duration_text(seconds: float) -> str:

@@ -64,8 +64,8 @@ def thinned(write: Callable[..., str], inside: Sequence[tuple[Any, ...]]) -> lis
     """The HTML of the items of a list, `write(*one)` of each in `inside`, or of as many of them,
     evenly, as a list has room for.
     """
-    items = [write(*one) for one in inside[:: -(-len(inside) // MOST_ITEMS) or 1]]
-    while len(items) > 1 and sum(len(one.encode(errors="replace")) for one in items) > LIST_BYTES:
+    items = [write(*item) for item in inside[:: -(-len(inside) // MOST_ITEMS) or 1]]
+    while len(items) > 1 and sum(len(item.encode(errors="replace")) for item in items) > LIST_BYTES:
         items = items[::2]
     return items
 
@@ -78,7 +78,7 @@ def problem_listing(run: Run) -> list[Listing]:
     if not written:
         return []
     moves, words = None, [when(written[0])]
-    pairs: list[tuple[Any, ...]] = [(one,) for one in written[0].transcripts]
+    pairs: list[tuple[Any, ...]] = [(transcript,) for transcript in written[0].transcripts]
     about = "Held-out problems, in their order; none was picked."
     if len(written) > 1:
         pairs, words = same_problems(written[0], written[-1]), [*words, when(written[-1])]
@@ -86,7 +86,7 @@ def problem_listing(run: Run) -> list[Listing]:
         moves = Counter((bool(old["correct"]), bool(new["correct"])) for old, new in pairs)
 
     def write(number: int, pair: Sequence[dict[str, Any]]) -> str:
-        is_short = all(len(str(one["response"])) < SHORT for one in pair)
+        is_short = all(len(str(transcript["response"])) < SHORT for transcript in pair)
         values = outcome(pair[0], pair)
         sides = list(zip(words, pair, strict=True))
         return macros().pair(sides, values, number < OPEN and is_short)
@@ -98,11 +98,13 @@ def problem_listing(run: Run) -> list[Listing]:
 
 
 def outcome(about: dict[str, Any], pair: Sequence[dict[str, Any]]) -> list[Any]:
-    """The values of the fields `OUTCOME` of responses to a problem, of which the last one counts.
-    `about`: the record that names the source of the prompt in a mixture.
+    """What a list shows of a problem: [reward, tokens, source of the prompt in a mixture, verdicts],
+    the fields `OUTCOME`. `pair`: transcripts of responses to it, in order; reward and tokens are
+    those of the last. `about`: the record with the prompt's source.
     """
     words = [
-        "right" if one["correct"] else "not judged" if is_unjudged(one) else "wrong" for one in pair
+        "right" if transcript["correct"] else "not judged" if is_unjudged(transcript) else "wrong"
+        for transcript in pair
     ]
     verdicts = " \N{RIGHTWARDS ARROW} ".join(words)
     source = str(about.get("environment", ""))[:60]
@@ -126,16 +128,17 @@ def when(one: Evaluation) -> str:
 
 
 def same_problems(first: Evaluation, last: Evaluation) -> list[tuple[Any, ...]]:
-    """Pairs of the transcripts of the same prompt in two evaluations, in the order of `first`. A
-    prompt that occurs several times is matched in order; one that only one has is left out.
+    """For each prompt that both evaluations have: (its transcript in `first`, its transcript in
+    `last`), in the order of `first`. Where a prompt occurs several times, the first occurrences
+    form a pair, then the second ones, and so on.
     """
     waiting: dict[str, list[dict[str, Any]]] = {}
-    for one in last.transcripts:
-        waiting.setdefault(one["prompt"], []).append(one)
+    for transcript in last.transcripts:
+        waiting.setdefault(transcript["prompt"], []).append(transcript)
     return [
-        (one, waiting[one["prompt"]].pop(0))
-        for one in first.transcripts
-        if waiting.get(one["prompt"])
+        (transcript, waiting[transcript["prompt"]].pop(0))
+        for transcript in first.transcripts
+        if waiting.get(transcript["prompt"])
     ]
 
 
@@ -145,7 +148,9 @@ def rollout_listing(run: Run) -> list[Listing]:
     def write(group: dict[str, Any], one: dict[str, Any]) -> str:
         return macros().rollout(group, one, [group["step"], *outcome(group, [one])])
 
-    inside = [(group, one) for group in run.groups for one in group["rollouts"][:OF_A_GROUP]]
+    inside = [
+        (group, rollout) for group in run.groups for rollout in group["rollouts"][:OF_A_GROUP]
+    ]
     if not inside:
         return []
     items = thinned(write, inside)
@@ -165,9 +170,11 @@ def histograms(run: Run) -> dict[str, Any] | None:
     """
     rewards: dict[int, list[float]] = {}
     for group in run.groups:
-        known = [reward_of(one) for one in group["rollouts"]]
-        rewards.setdefault(group["step"], []).extend(one for one in known if one is not None)
-    every = [one for of_step in rewards.values() for one in of_step]
+        known = [reward_of(rollout) for rollout in group["rollouts"]]
+        rewards.setdefault(group["step"], []).extend(
+            reward for reward in known if reward is not None
+        )
+    every = [reward for of_step in rewards.values() for reward in of_step]
     if not every:
         return None
     low, high = min(every), max(every)
@@ -176,7 +183,7 @@ def histograms(run: Run) -> dict[str, Any] | None:
     for steps in np.array_split(sorted(s for s in rewards if rewards[s]), PANELS):
         if not len(steps):
             continue
-        inside = np.array([one for step in steps for one in rewards[int(step)]])
+        inside = np.array([reward for step in steps for reward in rewards[int(step)]])
         first, last = int(steps[0]), int(steps[-1])
         title = f"steps {first:,} to {last:,}" if first < last else f"step {first:,}"
         bars = np.histogram(inside, BINS, edges)[0] / len(inside)

@@ -48,19 +48,19 @@ tokenizer, seed=, setting=name of the section) to the rows."""
 
 
 def check_sft(config: SftConfig, ranks: int | None = None) -> RunInputs:
-    """Run all checks of `task: sft` before anything heavy starts: settings, model, layout and
-    data. `ranks`: number of ranks to check for, None for that of the launcher's environment
-    variables. Returns what was loaded: tokenizer, model configuration, and on rank 0 the tokenised
-    demonstrations. Raises `ValueError` if a check fails.
+    """Check everything of a `task: sft` that can be known before training: settings, model, layout
+    and data. `ranks`: the run's number of ranks; None: as the launcher's environment variables have
+    it. Returns what was loaded for the run: model configuration, tokenizer and, on rank 0, the
+    tokenised demonstrations. Raises `ValueError` if a check fails.
     """
     return check_supervised(config, "demonstrations", load_demonstrations, ranks)
 
 
 def check_preference(config: PreferenceConfig, ranks: int | None = None) -> RunInputs:
-    """Run all checks of `task: preference` before anything heavy starts: settings, model,
-    reference model, layout and data. `ranks`: number of ranks to check for, None for that of the
-    launcher's environment variables. Returns what was loaded: tokenizer, model configuration, and
-    on rank 0 the tokenised preferences. Raises `ValueError` if a check fails.
+    """Check everything of a `task: preference` that can be known before training: settings, model,
+    reference model, layout and data. `ranks`: the run's number of ranks; None: as the launcher's
+    environment variables have it. Returns what was loaded for the run: model configuration,
+    tokenizer and, on rank 0, the tokenised preferences. Raises `ValueError` if a check fails.
     """
     single = config.loss.method == "kto"
 
@@ -90,11 +90,11 @@ def check_preference(config: PreferenceConfig, ranks: int | None = None) -> RunI
 
 
 def check_reward_model(config: RewardModelConfig, ranks: int | None = None) -> RunInputs:
-    """Run all checks of `task: reward_model` before anything heavy starts: settings, model, layout
-    and data. `ranks`: number of ranks to check for, None for that of the launcher's environment
-    variables. Returns what was loaded: model configuration, on rank 0 the tokenised pairs, and a
-    tokenizer whose padding token is as Hugging Face's classifiers need it. Raises `ValueError` if a
-    check fails.
+    """Check everything of a `task: reward_model` that can be known before training: settings,
+    model, layout and data. `ranks`: the run's number of ranks; None: as the launcher's environment
+    variables have it. Returns what was loaded for the run: model configuration, tokenizer and, on
+    rank 0, the tokenised pairs. Sets a padding token that ends no text, since a classifier's score
+    is read at the last token that is no padding. Raises `ValueError` if a check fails.
     """
     found = check_supervised(config, "preferences", load_preferences, ranks, head="scalar")
     require(
