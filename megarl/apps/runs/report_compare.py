@@ -139,7 +139,7 @@ def run_numbers(run: Run) -> dict[str, Number]:
         "Held-out loss": ("{:.4f}".format, "", evaluated_ends(run, "loss")),
         "Reward": ("{:.3f}".format, "", rollout_ends(run, "reward/mean")),
         **{
-            f"Verifier {name}": ("{:,.6g}".format, "rollouts", (count or None,))
+            f"Verifier {name.replace('_', ' ')}": ("{:,.6g}".format, "rollouts", (count or None,))
             for name, count in run.failures.items()
         },
         "Steps": ("{:,.6g}".format, "", (facts["steps"],)),
