@@ -316,18 +316,21 @@ def test_status_of_a_living_and_a_dead_process(
         assert f"4 of {steps} steps trained" in first and first.endswith("finished") is (steps == 4)
 
 
+@pytest.mark.parametrize("in_terminal", [True, False])
 def test_watch_prints_again_until_the_run_has_ended(
-    opened: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    in_terminal: bool,
+    opened: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = opened.parent
     owner = lease.take(run, patience_s=1)
-    assert status([str(run), "--watch"]) == 0  # no terminal: once
-    assert capsys.readouterr().out.startswith(f"{run}: no step has begun\nowner: process")
-    monkeypatch.setattr(status_command, "in_terminal", lambda: True)
+    monkeypatch.setattr(status_command, "in_terminal", lambda: in_terminal)
     waits = iter((lambda: step_begins(1, 0), owner.release))
     monkeypatch.setattr(status_command.time, "sleep", lambda _: next(waits)())
     assert status([str(run), "--watch"]) == 0
-    _, *screens = capsys.readouterr().out.split("\x1b[H\x1b[2J")
+    printed = capsys.readouterr().out
+    _, *screens = printed.split("\x1b[H\x1b[2J" if in_terminal else str(run))
     shown = [re.findall(r": (no step|step 1)|, (alive|ended)\n", text) for text in screens]
     assert shown == [
         [("no step", ""), ("", "alive")],
