@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megarl.kernels.dense import dense_backward, dense_forward
-from megarl.kernels.piece_block import PieceBlock
+from megarl.kernels.region_block import PieceBlock
 
 
 class CpuOperator:

@@ -81,7 +81,7 @@ log=$venv/install.log
 begun=$SECONDS
 echo "making the environment in .venv ($device); the log is .venv/install.log" >&2
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-# As in a run (megarl/cluster/process_env.py): another ninja, or another folder, would build the operators again.
+# As in a run (megarl/system/process_env.py): another ninja, or another folder, would build the operators again.
 export PATH=$venv/bin:$PATH TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$venv/torch_extensions}
 unset PYTHONDONTWRITEBYTECODE
 python=$venv/bin/python
@@ -180,7 +180,7 @@ install --no-deps --no-build-isolation -e "$root"
 # Imports leave what a run imports compiled, also where PYTHONDONTWRITEBYTECODE would have every run compile it again.
 check() { VLLM_LOGGING_LEVEL=ERROR "$python" -c "import $1" >>"$log" 2>&1 || failed "the environment does not import" "$log"; }
 phase "imports of an engine"
-check "torch, ray, transformers, vllm.v1.engine.async_llm, vllm.entrypoints.openai.api_server, megarl.rollout.engine"
+check "torch, ray, transformers, vllm.v1.engine.async_llm, vllm.entrypoints.openai.api_server, megarl.engines.vllm_engine"
 [ "$device" = cuda ] || check vllm.v1.worker.cpu_worker
 phase "waiting for DeepSpeed"
 wait "$building" || failed "pip install $deepspeed failed" "$deepspeed_log"
@@ -194,7 +194,7 @@ if [ -n "$flash" ]; then
   touch "$venv/.flash-attn-$flash"
 fi
 phase "imports of a trainer"
-check "deepspeed, torch.utils.tensorboard, megarl.loops.rl, megarl.parallel.mesh, megarl.kernels.logprobs"
+check "deepspeed, torch.utils.tensorboard, megarl.run.loop, megarl.parallel.mesh, megarl.kernels.logprobs"
 check "pytest, hypothesis"
 if [ "$device" = cuda ] && [ -n "$driver" ]; then
   check "torch; torch.cuda.init()" # says why where it sees no GPU

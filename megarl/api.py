@@ -18,10 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from megarl import config as configs
-from megarl import presets, recipe_paths
 from megarl.checks.named_files import check_named_files
-from megarl.config import (
+from megarl.python.inputs import GivenObjects, Rows
+from megarl.python.process import GrowingFile, RunProcess, last_start
+from megarl.settings import config as configs
+from megarl.settings import presets, recipe_paths
+from megarl.settings.combinations import sources
+from megarl.settings.config import (
     AnyConfig,
     DistillConfig,
     PreferenceConfig,
@@ -29,11 +32,8 @@ from megarl.config import (
     RunConfig,
     SftConfig,
 )
-from megarl.config_checks import sources
-from megarl.python.inputs import GivenObjects, Rows
-from megarl.python.process import GrowingFile, RunProcess, last_start
-from megarl.recipe_file import put
-from megarl.schema import Config, leaves, require, shortened
+from megarl.settings.recipe_file import put
+from megarl.settings.schema import Config, leaves, require, shortened
 
 C = TypeVar("C", RunConfig, DistillConfig, SftConfig, PreferenceConfig, RewardModelConfig)
 Recipe = str | Path | dict[str, Any]
@@ -306,7 +306,7 @@ class KeptEngines:
         """Start the process that keeps Ray, and wait until Ray runs."""
         assert isinstance(config, RunConfig)
         self._settings = _engine_settings(config)
-        keeper = RunProcess("run", config, module="megarl.cluster.keeper")
+        keeper = RunProcess("run", config, module="megarl.rollout.keeper")
         try:
             while not keeper.printed().endswith(b"\n"):
                 if keeper.is_over(LOOK_S):

@@ -22,17 +22,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from megarl import console, signals
 from megarl.command_line.table import COMMANDS, TASKS, Command
 from megarl.errors import UserError, require, shortened
-from megarl.files import refuse_unfit
-from megarl.lookup import load
-from megarl.private_folder import run_folder
-from megarl.quick_imports import quick_imports
+from megarl.system import console, signals
+from megarl.system.files import refuse_unfit
+from megarl.system.lookup import load
+from megarl.system.private_folder import run_folder
+from megarl.system.quick_imports import quick_imports
 
 if TYPE_CHECKING:
-    from megarl.config import AnyConfig, ServeRewardConfig
-    from megarl.console import Options
+    from megarl.settings.config import AnyConfig, ServeRewardConfig
+    from megarl.system.console import Options
 
 LONGEST_MESSAGE = 2000
 """Characters of an error message; a text of the user's that it repeats may be longer."""
@@ -148,7 +148,7 @@ def plan(arguments: list[str]) -> Start:
     what the user can correct in the words and in the recipe's task.
     """
     from megarl.command_line.words import parse, refuse_unknown
-    from megarl.recipe_paths import typed
+    from megarl.settings.recipe_paths import typed
 
     name, *words = map(typed, arguments)
     command = COMMANDS[name]
@@ -176,7 +176,7 @@ def recipe_class(name: str, recipe: str) -> type[AnyConfig]:
     """The configuration class of a recipe for command `name`. Raises `ValueError` for a recipe
     without a task, or with one that the command does not take.
     """
-    from megarl import config as configs
+    from megarl.settings import config as configs
 
     config_class = configs.task_class(configs.written_tree(recipe), f"recipe {recipe}")
     tasks = {task: other for task, other in COMMANDS[name].kinds().items() if other is config_class}
@@ -196,7 +196,7 @@ def run_recipe(
     everything, and run until the end. Returns the exit code. Raises `UserError` for what the user
     can correct in recipe, data or machine.
     """
-    from megarl import config as configs
+    from megarl.settings import config as configs
 
     is_main = os.environ.get("RANK", "0") == "0"
     say = console.say if is_main else str
@@ -214,7 +214,7 @@ def run_recipe(
         stack.enter_context(run_folder())
         try:
             with console.phase("checks"):
-                from megarl.cluster import process_env
+                from megarl.system import process_env
                 from megarl.trainer import threads
 
                 process_env.prepare_environment(threads.process_threads(config))

@@ -127,7 +127,7 @@ class Segment:
     """Number of tokens, T; 0 is possible only for environment segments."""
     arrays: Any
     """The `TokenArrays`, or a reference to them if they stay in another process or in Ray's object
-    store (`megarl.cluster.stored_arrays.StoredArrays`)."""
+    store (`megarl.rollout.stored_arrays.StoredArrays`)."""
     versions: list[tuple[int, int]] = field(default_factory=list)
     """Weight versions that generated the tokens: (version, number of consecutive tokens), which sum
     to T. Empty in environment segments."""

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from megarl.activity.spans import Span, activity
 from megarl.parallel.mesh import Axis
+from megarl.system.spans import Span, activity
 
 T = TypeVar("T")
 

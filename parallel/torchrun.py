@@ -37,8 +37,8 @@ from torch.distributed.run import run as start
 from megarl.errors import UserError
 from megarl.parallel.mesh import STORE
 from megarl.parallel.node_watch import NodeWatch, lost_after_s
-from megarl.private_folder import run_folder
-from megarl.signals import AGENT, SHUTDOWN, SHUTDOWN_S, SIGNALS
+from megarl.system.private_folder import run_folder
+from megarl.system.signals import AGENT, SHUTDOWN, SHUTDOWN_S, SIGNALS
 
 SAID = 2
 """Exit code of a rank that has printed a mistake of the user (`UserError`) in one line."""

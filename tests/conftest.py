@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster.process_env import prepare_environment
+from megarl.system.process_env import prepare_environment
 
 prepare_environment(1)  # before a test imports Ray, which reads its settings then
 pytest.register_assert_rewrite("support")  # failed asserts of helpers show their values as well

@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 from common import ROOT
 from processes import MARK, is_running, marked
 
-from megarl.activity.files import ProcessTrace, newest_traces, read_traces
-from megarl.activity.spans import FOLDER
+from megarl.system.spans import FOLDER
+from megarl.system.trace_files import ProcessTrace, newest_traces, read_traces
 
 PHASES = (
     *("evaluate", "checkpoint", "probe", "publish", "train", "start"),

@@ -38,7 +38,7 @@ import yaml
 from chaos_run import Run, megarl
 from common import command_line
 
-from megarl.private_folder import MARK
+from megarl.system.private_folder import MARK
 
 OPTIONS = {"recipe": (Path, "of the run"), "--ranks": (1, "trainer ranks")}
 NOBODY = 65534

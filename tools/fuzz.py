@@ -42,7 +42,7 @@ MEMORY_BYTES = 8 * 2**30
 
 def prepare() -> None:
     """What a child does once: imports, and a limit of its memory."""
-    from megarl.cluster.process_env import prepare_environment
+    from megarl.system.process_env import prepare_environment
 
     prepare_environment(1)
     os.environ["HF_HUB_OFFLINE"] = "1"

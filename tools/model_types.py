@@ -26,8 +26,8 @@ from megarl.checkpoints.store import open_whole
 from megarl.parallel import mesh
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import Axis, ProcessMesh
+from megarl.settings.training import ModelConfig, TrainingConfig
 from megarl.trainer.attention import prove_attention, refuse_unsupported
-from megarl.trainer.config import ModelConfig, TrainingConfig
 from megarl.trainer.loading import check_weights, empty_model, load_model, without_dropout
 from megarl.trainer.model import RoleModel
 from megarl.trainer.model_config import load_model_config

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 from megarl.checks.engine_checks import check_placement
-from megarl.config import RunConfig, read
 from megarl.errors import UserError
 from megarl.parallel.mesh import local_device
-from megarl.schema import require
+from megarl.settings.config import RunConfig, read
+from megarl.settings.schema import require
 from megarl.trainer.precision import has_bfloat16
 
 GIB = 2**30

@@ -22,7 +22,6 @@ from huggingface_hub.errors import StrictDataclassError
 from reshard_files import rank_files
 
 from megarl.checks.engine_checks import check_engine_tensor
-from megarl.cluster.recorded_table import recorded_table
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import Axis
 from megarl.parallel.reshard.boxes import ZEROS, Owned
@@ -31,7 +30,8 @@ from megarl.parallel.reshard.owned import training_owned
 from megarl.parallel.reshard.plan import Plan, make_plan
 from megarl.trainer.heads import use_score_head
 from megarl.trainer.sharding import refuse_tensor, shard_model
-from megarl.weight_sync.parameters import engine_owned
+from megarl.weights.parameters import engine_owned
+from megarl.weights.recorded_table import recorded_table
 
 HEAD = "lm_head.weight"
 RECOMPUTED = ".rotary_emb.inv_freq"

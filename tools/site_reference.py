@@ -16,10 +16,10 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from site_errors import errors_page
 
-from megarl import config as configs
 from megarl.command_line.settings import Setting, as_yaml, settings
 from megarl.command_line.table import COMMANDS, TASKS, Command
-from megarl.schema import FILE, Config, Of
+from megarl.settings import config as configs
+from megarl.settings.schema import FILE, Config, Of
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -19,9 +19,9 @@ from safetensors.torch import save
 
 from megarl.checkpoints.manifest import file_digest
 from megarl.checkpoints.store import Store
-from megarl.schema import require
-from megarl.third_party import opening
-from megarl.trainer.config import LoraConfig
+from megarl.settings.schema import require
+from megarl.settings.training import LoraConfig
+from megarl.system.third_party import opening
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 SCORE = "score.weight"

@@ -21,8 +21,8 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
-from megarl.console import say
-from megarl.files import in_thread
+from megarl.system.console import say
+from megarl.system.files import in_thread
 
 LOOK_S = 0.1
 """Seconds between two looks for the reports of other ranks."""

@@ -33,7 +33,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from transformers import PreTrainedTokenizerBase
 
-from megarl.activity.spans import activity
 from megarl.checkpoints.adapter_files import adapter_bytes
 from megarl.checkpoints.background import Digests, Writing, reports_of
 from megarl.checkpoints.export import WeightExport, write_description
@@ -62,12 +61,13 @@ from megarl.checkpoints.progress import (
 )
 from megarl.checkpoints.rank_files import RankFiles
 from megarl.errors import UserError, disk_advice
-from megarl.files import sync
 from megarl.ledger.journal import FILE as LEDGER
 from megarl.ledger.journal import position
 from megarl.parallel.collectives import broadcast_object, gather_objects
 from megarl.parallel.mesh import Axis, ProcessMesh
 from megarl.parallel.reshard.owned import training_owned
+from megarl.system.files import sync
+from megarl.system.spans import activity
 from megarl.types import Group
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ import uuid
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from megarl.activity.process import machine
-from megarl.console import say
+from megarl.system.console import say
+from megarl.system.process_state import machine
 
 NAME = ".owner.json"
 RENEW_S = 5.0

@@ -9,8 +9,8 @@ from pathlib import Path
 from megarl.errors import UserError
 from megarl.observe.observer import EVALUATIONS
 from megarl.observe.sinks import read_records
-from megarl.recipe_file import read_tree
-from megarl.schema import leaves
+from megarl.settings.recipe_file import read_tree
+from megarl.settings.schema import leaves
 
 
 def newest_first(folder: Path) -> list[Path]:

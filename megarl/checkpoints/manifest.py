@@ -17,7 +17,7 @@ from pathlib import Path
 
 import xxhash
 
-from megarl.files import read_json, sync
+from megarl.system.files import read_json, sync
 
 DIGESTS = "digests.json"
 ALGORITHM = "xxh3_128"

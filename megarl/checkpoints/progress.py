@@ -13,9 +13,9 @@ import xxhash
 from megarl.checkpoints.adapter_files import written_for
 from megarl.checkpoints.listing import newest_first
 from megarl.checkpoints.manifest import OTHER_VERSION, damage
-from megarl.console import say
 from megarl.parallel.layout import Layout
-from megarl.trainer.config import TrainingConfig
+from megarl.settings.training import TrainingConfig
+from megarl.system.console import say
 from megarl.types import Cursor
 
 FORMAT = 3

@@ -29,8 +29,8 @@ import numpy as np
 import xxhash
 
 from megarl.checkpoints.manifest import digest_files
-from megarl.host_memory import free_memory
 from megarl.parallel.launcher import ranks_per_host
+from megarl.system.host_memory import free_memory
 
 LOOK_BYTES = 256 * 2**20
 """Bytes that are kept between two looks at the free memory."""

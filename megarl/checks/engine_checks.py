@@ -11,13 +11,13 @@ import psutil
 import transformers
 
 from megarl.checks.layout_checks import head_width
-from megarl.config import RunConfig
+from megarl.engines.interface import InferenceEngine
 from megarl.environments.user_code import function_of
 from megarl.parallel import launcher
 from megarl.parallel.layout import Layout
-from megarl.rollout.config import EngineConfig
-from megarl.rollout.inference_engine import InferenceEngine
-from megarl.schema import is_own, require, shortened
+from megarl.settings.config import RunConfig
+from megarl.settings.rollout import EngineConfig
+from megarl.settings.schema import is_own, require, shortened
 from megarl.trainer.memory import SizedParameter
 from megarl.trainer.sharding import kv_heads
 from megarl.trainer.working_memory import kept_memory, most_share
@@ -106,7 +106,7 @@ def check_engine_kind(kind: str, hf: transformers.PretrainedConfig) -> None:
     """Raise `ValueError` if the inference engine `kind` (`rollout.engine.kind`) cannot be used.
     vLLM must be installed, and support the model with the configuration `hf`. A class of the user's
     own, named as FILE.py:CLASS, must have all async methods of
-    `megarl.rollout.inference_engine.InferenceEngine`.
+    `megarl.engines.interface.InferenceEngine`.
     """
     if not is_own(kind):
         require(

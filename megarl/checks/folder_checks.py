@@ -11,16 +11,16 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl import signals
 from megarl.checkpoints import lease
 from megarl.checkpoints.listing import newest_first, step_of
-from megarl.config import AnyConfig
-from megarl.files import refuse_unfit
-from megarl.observe.config import ObserveConfig
 from megarl.parallel import launcher
-from megarl.recipe_file import read_tree
-from megarl.schema import require
-from megarl.trainer.config import CheckpointConfig
+from megarl.settings.config import AnyConfig
+from megarl.settings.observe import ObserveConfig
+from megarl.settings.recipe_file import read_tree
+from megarl.settings.schema import require
+from megarl.settings.training import CheckpointConfig
+from megarl.system import signals
+from megarl.system.files import refuse_unfit
 
 RECIPE = "recipe.yaml"
 """Name of the file in the run folder with every setting of its run."""

@@ -11,16 +11,14 @@ from pathlib import Path
 import torch
 import transformers
 
-from megarl.config import DistillConfig, RunConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.kernels.block_flash import WIDEST
 from megarl.kernels.packed_varlen import provider
 from megarl.parallel.layout import Layout, resolve
 from megarl.parallel.mesh import Axis, local_device
-from megarl.schema import require
-from megarl.trainer.attention import prove_attention, refuse_unsupported
-from megarl.trainer.autotp import refuse_autotp, refuse_cut_parameters
-from megarl.trainer.config import (
+from megarl.settings.config import DistillConfig, RunConfig
+from megarl.settings.schema import require
+from megarl.settings.training import (
     CriticConfig,
     ModelConfig,
     RewardModelRoleConfig,
@@ -29,14 +27,16 @@ from megarl.trainer.config import (
     TeacherConfig,
     TrainingConfig,
 )
+from megarl.trainer.attention import prove_attention, refuse_unsupported
+from megarl.trainer.autotp import refuse_autotp, refuse_cut_parameters
 from megarl.trainer.heads import HeadName
 from megarl.trainer.loading import check_weights, empty_model
 from megarl.trainer.logits import logit_transform, refuse_transform
 from megarl.trainer.model_config import load_model_config, positions
 from megarl.trainer.norms import use_torch_norms
 from megarl.trainer.optimizers import refuse_optimizer
-from megarl.trainer.places import RolePlace, place_role, role_training
 from megarl.trainer.precision import check_precision
+from megarl.trainer.role_placement import RolePlace, place_role, role_training
 from megarl.trainer.sharding import kv_heads, refuse_tensor, shard_model
 
 

@@ -12,13 +12,13 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from megarl.checkpoints.adapter_files import CONFIG, SCORE, read_adapter, written_for
-from megarl.config import RunConfig
 from megarl.data.tokenizer import check_tokenizer, load_tokenizer
-from megarl.rollout.engine import VLLM_RANKS
-from megarl.schema import require, shortened
-from megarl.third_party import opening
+from megarl.engines.vllm_engine import VLLM_RANKS
+from megarl.settings.config import RunConfig
+from megarl.settings.schema import require, shortened
+from megarl.settings.training import LoraConfig, ModelConfig
+from megarl.system.third_party import opening
 from megarl.trainer.attention import refuse_unsupported
-from megarl.trainer.config import LoraConfig, ModelConfig
 from megarl.trainer.heads import SCORING, HeadName
 from megarl.trainer.loading import empty_model
 from megarl.trainer.lora import A, B, chosen_layers

@@ -15,20 +15,20 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from megarl.config import AnyConfig
-from megarl.data.config import (
+from megarl.data.forms import as_read
+from megarl.data.hub import refuse_no_folder
+from megarl.data.rows import Cells, format_of, read_rows
+from megarl.environments.user_code import split_name
+from megarl.settings.config import AnyConfig
+from megarl.settings.data import (
     DataSetConfig,
     DemonstrationsConfig,
     PreferencesConfig,
     PromptsConfig,
 )
-from megarl.data.forms import as_read
-from megarl.data.hub import refuse_no_folder
-from megarl.data.rows import Cells, format_of, read_rows
-from megarl.environments.user_code import split_name
-from megarl.lookup import SOURCES
-from megarl.schema import Config, is_own
-from megarl.trainer.config import ModelConfig
+from megarl.settings.schema import Config, is_own
+from megarl.settings.training import ModelConfig
+from megarl.system.lookup import SOURCES
 
 DYNAMIC = (
     "import *",

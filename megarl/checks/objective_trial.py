@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarl.config import RunConfig
 from megarl.data.source import PromptList
 from megarl.environments.user_code import function_of
-from megarl.objectives.config import AlgorithmConfig
 from megarl.objectives.losses import LossTerms
 from megarl.objectives.token_advantages import TokenRewards, is_per_token
 from megarl.parallel.mesh import Axis
-from megarl.schema import is_own, require
+from megarl.settings.config import RunConfig
+from megarl.settings.objectives import AlgorithmConfig
+from megarl.settings.schema import is_own, require
 from megarl.trainer.packing import SequenceMean
 from megarl.types import Group, Rollout, Segment, Verdict
 

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megarl import console
-from megarl.chat_template import ends_of_turns
 from megarl.checkpoints import progress
 from megarl.checkpoints.adapter_files import adapter_digest
 from megarl.checkpoints.listing import newest_first
@@ -19,31 +17,33 @@ from megarl.checks import engine_checks, folder_checks, layout_checks, model_che
 from megarl.checks.objective_trial import try_filter, try_objectives
 from megarl.checks.run_files import check_run_files
 from megarl.checks.verifier_trial import check_verifier, try_verifier
-from megarl.cluster.ray_address import ray_address
-from megarl.cluster.recorded_table import recorded_table
-from megarl.config import AnyConfig, RunConfig, with_steps
-from megarl.config_checks import sources, with_hidden
+from megarl.data.chat_template import ends_of_turns
 from megarl.data.source import PromptList, load_prompts
+from megarl.engines.vllm_engine import Engine
 from megarl.environments.user_code import function_of
-from megarl.lookup import AGENTS, of_app
-from megarl.objectives.config import AlgorithmConfig
 from megarl.parallel import launcher
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import local_device
 from megarl.parallel.tensor import whole_shapes
 from megarl.rollout.dispatch.policy_table import refusal
-from megarl.rollout.engine import Engine
-from megarl.schema import is_own, replace, require
+from megarl.settings.combinations import sources, with_hidden
+from megarl.settings.config import AnyConfig, RunConfig, with_steps
+from megarl.settings.objectives import AlgorithmConfig
+from megarl.settings.schema import is_own, replace, require
+from megarl.system import console
+from megarl.system.lookup import AGENTS, of_app
+from megarl.system.ray_address import ray_address
 from megarl.trainer.context import RunInputs, trained_roles
 from megarl.trainer.heads import SCORING, HeadName, use_score_head
 from megarl.trainer.loading import check_weights, empty_model
 from megarl.trainer.memory import sized_parameters
 from megarl.trainer.model_config import longest_sequence
-from megarl.trainer.places import RolePlace, policy_ranks, reference_adapter
 from megarl.trainer.precision import has_bfloat16
+from megarl.trainer.role_placement import RolePlace, policy_ranks, reference_adapter
 from megarl.trainer.weights import base_digest
 from megarl.types import Prompt
-from megarl.weight_sync.parameters import ParameterSpec, plain_table
+from megarl.weights.parameters import ParameterSpec, plain_table
+from megarl.weights.recorded_table import recorded_table
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 from megarl.checkpoints.progress import Progress, read_progress
 from megarl.checks.folder_checks import RECIPE
-from megarl.config import AnyConfig, with_steps
-from megarl.console import say
 from megarl.ledger.journal import FILE, Reader, difference
 from megarl.observe.observer import EVALUATIONS, METRICS, TRANSCRIPTS
 from megarl.observe.rotated import read_again
 from megarl.observe.sinks import read_records
-from megarl.recipe_file import read_tree
-from megarl.schema import require
+from megarl.settings.config import AnyConfig, with_steps
+from megarl.settings.recipe_file import read_tree
+from megarl.settings.schema import require
+from megarl.system.console import say
 
 if TYPE_CHECKING:
     from megarl.trainer.context import RunInputs

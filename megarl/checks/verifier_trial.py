@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megarl import console
-from megarl.chat_template import Variables
+from megarl.data.chat_template import Variables
 from megarl.data.source import PromptList
 from megarl.environments.codec import Codec
-from megarl.environments.config import EnvironmentConfig
 from megarl.environments.response_text import without_opening
 from megarl.environments.scoring import Environment
 from megarl.environments.verifiers import own_files, setting_of
-from megarl.lookup import of_app
 from megarl.parallel import launcher
-from megarl.schema import require
+from megarl.settings.environments import EnvironmentConfig
+from megarl.settings.schema import require
+from megarl.system import console
+from megarl.system.lookup import of_app
 from megarl.types import Prompt, Segment, TokenArrays, Verdict
 
 if TYPE_CHECKING:

@@ -17,13 +17,13 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megarl import config as configs
 from megarl.command_line.settings import Setting, as_yaml, settings
 from megarl.command_line.table import COMMANDS, OTHERS, TASKS, Command
 from megarl.command_line.words import asks, closest
 from megarl.errors import UserError
-from megarl.files import RECIPES
-from megarl.presets import filled_in
+from megarl.settings import config as configs
+from megarl.settings.presets import filled_in
+from megarl.system.files import RECIPES
 
 
 def width() -> int:

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.recipe_file import is_section
-from megarl.recipe_paths import IsPath
-from megarl.schema import FILE, Config, Range
+from megarl.settings.recipe_file import is_section
+from megarl.settings.recipe_paths import IsPath
+from megarl.settings.schema import FILE, Config, Range
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from megarl import signals
+from megarl.system import signals
 
 if TYPE_CHECKING:
-    from megarl.config import AnyConfig, ServeRewardConfig
+    from megarl.settings.config import AnyConfig, ServeRewardConfig
 
 
 class TrainingTask(NamedTuple):
@@ -23,7 +23,7 @@ class TrainingTask(NamedTuple):
 
 TASKS = {
     "rl": TrainingTask(
-        "reinforcement learning", "megarl.checks.preflight:check_train", "megarl.loops.rl:main"
+        "reinforcement learning", "megarl.checks.preflight:check_train", "megarl.run.loop:main"
     ),
     "sft": TrainingTask(
         "supervised fine-tuning",
@@ -43,7 +43,7 @@ TASKS = {
     "distill": TrainingTask(
         "on-policy distillation: a teacher's distributions",
         "megarl.checks.preflight:check_train",
-        "megarl.loops.distill:main",
+        "megarl.run.distill:main",
     ),
 }
 """{`task` of a recipe: what runs it}"""
@@ -66,7 +66,7 @@ class Command:
     tasks: tuple[str, ...] = ()
     """The values of the setting `task` in recipes that the command takes."""
     config: str = ""
-    """Class in `megarl.config` for recipes without `task`."""
+    """Class in `megarl.settings.config` for recipes without `task`."""
     check: str = ""
     """"module:function" of (config, ranks or None) -> inputs; raises `ValueError` for what the user
     can correct."""
@@ -112,7 +112,7 @@ class Command:
         """{task: configuration class} of the recipes that the command takes; the task is "" for
         recipes without one. Empty for a command without recipe.
         """
-        from megarl import config as configs  # here: signals are heard by now
+        from megarl.settings import config as configs
 
         if self.config:
             return {"": getattr(configs, self.config)}
@@ -184,7 +184,7 @@ COMMANDS = {
         summary="score models on held-out problems, with pass@k of several samples",
         tasks=("rl",),
         check="megarl.checks.preflight:check_eval",
-        run="megarl.loops.evaluate:main",
+        run="megarl.run.evaluate:main",
         example="recipe.yaml --model.path runs/mine/checkpoints/step_000100/model",
     ),
     "sample": Command(

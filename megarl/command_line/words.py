@@ -8,8 +8,8 @@ import re
 from collections.abc import Sequence
 
 from megarl.command_line.table import COMMANDS, REPLACED_OPTIONS
-from megarl.console import Arguments, Options
 from megarl.errors import UserError
+from megarl.system.console import Arguments, Options
 
 ASKS = ("-h", "--help")
 

@@ -13,7 +13,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megarl.chat_template import ChatTemplate, Tools, Turn
+from megarl.data.chat_template import ChatTemplate, Tools, Turn
 from megarl.data.rows import Cells, kind_of, text_of
 from megarl.data.tokens import TokenLists, tokenised
 

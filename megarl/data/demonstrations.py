@@ -12,15 +12,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megarl.chat_template import ChatTemplate, Turn, ends_of_turns, without_end
 from megarl.data import chats
-from megarl.data.config import DemonstrationsConfig
+from megarl.data.chat_template import ChatTemplate, Turn, ends_of_turns, without_end
 from megarl.data.order import Order
 from megarl.data.reading import Reading, picked
 from megarl.data.rows import Cells, fingerprint, text_of
 from megarl.data.tokens import TokenLists, response_tokens, text_tokens
-from megarl.files import canonical_json
-from megarl.schema import shortened
+from megarl.settings.data import DemonstrationsConfig
+from megarl.settings.schema import shortened
+from megarl.system.files import canonical_json
 from megarl.types import Demonstration
 
 if TYPE_CHECKING:

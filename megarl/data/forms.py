@@ -12,11 +12,11 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from megarl import console
 from megarl.data.chats import parsed_chat
-from megarl.data.config import DemonstrationsConfig, PreferencesConfig, PromptsConfig
 from megarl.data.rows import C, Row, Table, column, kind_of, text_of
-from megarl.schema import replace, require
+from megarl.settings.data import DemonstrationsConfig, PreferencesConfig, PromptsConfig
+from megarl.settings.schema import replace, require
+from megarl.system import console
 
 ROLES = {
     **dict.fromkeys(("human", "user"), "user"),

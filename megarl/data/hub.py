@@ -14,7 +14,7 @@ import urllib.request
 from pathlib import Path
 from typing import Literal
 
-from megarl.files import in_thread
+from megarl.system.files import in_thread
 
 ANSWER_WITHIN_S = 5.0
 

@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import xxhash
 
-from megarl.chat_template import ChatTemplate, Turn, ends_of_turns, tags_of, without_end
 from megarl.data import chats
-from megarl.data.config import PreferencesConfig
+from megarl.data.chat_template import ChatTemplate, Turn, ends_of_turns, tags_of, without_end
 from megarl.data.order import Order
 from megarl.data.reading import Reading, picked
 from megarl.data.rows import Cells, Row, column, fingerprint, text_of
 from megarl.data.tokens import TokenLists, response_tokens
-from megarl.files import canonical_json
-from megarl.schema import require, shortened
+from megarl.settings.data import PreferencesConfig
+from megarl.settings.schema import require, shortened
+from megarl.system.files import canonical_json
 from megarl.types import Preference
 
 if TYPE_CHECKING:

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from megarl import console
-from megarl.chat_template import ChatTemplate
-from megarl.control_tokens import unmarked
-from megarl.data.config import PromptsConfig
+from megarl.data.chat_template import ChatTemplate
+from megarl.data.control_tokens import unmarked
 from megarl.data.forms import as_read
 from megarl.data.order import Order
 from megarl.data.rows import NOT_TEXT, C, Cells, read_rows
 from megarl.data.tokens import TokenLists, prompt_tokens
-from megarl.schema import require, shortened
-from megarl.third_party import opening
+from megarl.settings.data import PromptsConfig
+from megarl.settings.schema import require, shortened
+from megarl.system import console
+from megarl.system.third_party import opening
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -26,13 +26,13 @@ from typing import IO, TYPE_CHECKING, Any, Generic, TypeVar
 
 import xxhash
 
-from megarl import console
-from megarl.data.config import DataSetConfig
 from megarl.data.hub import hub_state, why_absent
-from megarl.files import canonical_json
-from megarl.lookup import SOURCES, load
-from megarl.schema import require, shortened
-from megarl.third_party import opening, quiet
+from megarl.settings.data import DataSetConfig
+from megarl.settings.schema import require, shortened
+from megarl.system import console
+from megarl.system.files import canonical_json
+from megarl.system.lookup import SOURCES, load
+from megarl.system.third_party import opening, quiet
 
 if TYPE_CHECKING:
     import pyarrow
@@ -71,7 +71,7 @@ def read_rows(
     Args:
         source: a file, whose suffix determines the format; a pattern such as data/*.jsonl; a folder
             or the name of a data set of the hub, of which `split` and `subset` are read; or a
-            program that makes rows, such as `reasoning_gym:NAME` (see `megarl.lookup.SOURCES`).
+            program that makes rows, such as `reasoning_gym:NAME` (`megarl.system.lookup.SOURCES`).
         setting: the section of the recipe ("prompts"), for messages.
         arguments: of a program that makes rows; of others empty.
 

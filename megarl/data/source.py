@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from megarl.chat_template import ChatTemplate, Tools
-from megarl.control_tokens import unmarked
+from megarl.data.chat_template import ChatTemplate, Tools
 from megarl.data.chats import check_question, plain_prompt, tools_of, turns_of
-from megarl.data.config import PromptsConfig, exact
+from megarl.data.control_tokens import unmarked
 from megarl.data.order import Interleaving, MixedOrder, Order
 from megarl.data.reading import Reading, picked
 from megarl.data.rows import Cells, fingerprint, kind_of, text_of
 from megarl.data.tokens import TokenLists
-from megarl.files import canonical_json
-from megarl.schema import require
+from megarl.settings.data import PromptsConfig, exact
+from megarl.settings.schema import require
+from megarl.system.files import canonical_json
 from megarl.types import Prompt
 
 if TYPE_CHECKING:

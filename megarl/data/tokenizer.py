@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.data.hub import hub_state, is_hub_name, why_absent
-from megarl.schema import require
-from megarl.third_party import opening, refuse_broken_links
+from megarl.settings.schema import require
+from megarl.system.third_party import opening, refuse_broken_links
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megarl.chat_template import without_end
-from megarl.control_tokens import MARK, ControlTokens
-from megarl.data.config import TemplateName
-from megarl.third_party import opening
+from megarl.data.chat_template import without_end
+from megarl.data.control_tokens import MARK, ControlTokens
+from megarl.settings.data import TemplateName
+from megarl.system.third_party import opening
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -132,8 +132,8 @@ def tokenised(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, add_special_tokens: bool
 ) -> Iterator[list[int]]:
     """Iterate over the token ids of each text, in order, tokenised 4096 texts at a time.
-    Texts may be marked (see `megarl.control_tokens`). `add_special_tokens`: let the tokenizer add
-    its special tokens; a beginning-of-sequence token that a text already begins with is not
+    Texts may be marked (see `megarl.data.control_tokens`). `add_special_tokens`: let the tokenizer
+    add its special tokens; a beginning-of-sequence token that a text already begins with is not
     doubled. Raises `ValueError` if the tokenizer fails.
     """
     options: dict[str, Any] = {  # without masks, half the time

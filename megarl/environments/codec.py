@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from megarl.chat_template import TAGS, ChatTemplate, Variables, ends_of_turns, tags_of
-from megarl.control_tokens import MARK, ControlTokens
+from megarl.data.chat_template import TAGS, ChatTemplate, Variables, ends_of_turns, tags_of
+from megarl.data.control_tokens import MARK, ControlTokens
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from megarl.environments.addresses import Token, is_remote
 from megarl.environments.codec import Codec
-from megarl.environments.config import EnvironmentConfig
 from megarl.environments.reward_client import RewardClient
 from megarl.environments.scores import BadScore, Outcome, Score, add_up, as_reward
 from megarl.environments.verifiers import local, named, named_part, setting_of, short_names
 from megarl.environments.workers import Workers
+from megarl.settings.addresses import Token, is_remote
+from megarl.settings.environments import EnvironmentConfig
 from megarl.types import Prompt
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from megarl.chat_template import TAGS
-from megarl.environments.config import EnvironmentConfig
-from megarl.schema import replace
+from megarl.data.chat_template import TAGS
+from megarl.settings.environments import EnvironmentConfig
+from megarl.settings.schema import replace
 from megarl.types import Prompt
 
 THOUSANDS = re.compile(r"[-+]?\$?\d{1,3}(?:,\d{3})+(?:\.\d+)?")

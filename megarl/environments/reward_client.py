@@ -21,9 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megarl.environments.addresses import Token
 from megarl.environments.batch_queue import BatchQueue, Waiting
-from megarl.environments.config import EnvironmentConfig, RemoteConfig
 from megarl.environments.scores import DETAIL_CHARACTERS, Outcome
 from megarl.environments.wire import (
     ROUTE,
@@ -33,7 +31,9 @@ from megarl.environments.wire import (
     request_body,
     sample_json,
 )
-from megarl.schema import shortened
+from megarl.settings.addresses import Token
+from megarl.settings.environments import EnvironmentConfig, RemoteConfig
+from megarl.settings.schema import shortened
 from megarl.types import Prompt
 
 REQUEST_BYTES = 8 * 2**20

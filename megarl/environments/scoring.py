@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from megarl.environments.addresses import Token, read_token
 from megarl.environments.codec import Codec
-from megarl.environments.config import EnvironmentConfig, OverlongConfig
 from megarl.environments.judging import Judge
 from megarl.environments.response_text import TAGS, with_tags, without_opening
 from megarl.environments.scores import Outcome
 from megarl.environments.workers import Workers
+from megarl.settings.addresses import Token, read_token
+from megarl.settings.environments import EnvironmentConfig, OverlongConfig
 from megarl.types import Prompt, Segment, TokenArrays, Verdict
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from megarl.schema import require
+from megarl.settings.schema import require
 
 Sources = dict[str, bytes]
 """{absolute path of a Python file: its content}"""

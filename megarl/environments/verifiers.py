@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from megarl import lookup
-from megarl.environments.addresses import is_remote
-from megarl.environments.config import EnvironmentConfig
 from megarl.environments.response_text import TAGS, after_last, answer_part, without_thousands
 from megarl.environments.scores import BadScore, Score, add_up, read_score
 from megarl.environments.signatures import RewardFunction, recognised
 from megarl.environments.user_code import Sources, load_by_path, own_function, split_name
-from megarl.schema import require
+from megarl.settings.addresses import is_remote
+from megarl.settings.environments import EnvironmentConfig
+from megarl.settings.schema import require
+from megarl.system import lookup
 from megarl.types import Prompt
 
 Verifier = Callable[[Prompt, str], Any]

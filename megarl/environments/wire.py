@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from megarl.environments.scores import DETAIL_CHARACTERS, Outcome, score_reply
-from megarl.schema import shortened
+from megarl.settings.schema import shortened
 from megarl.types import Failure, Prompt
 
 ROUTE = "/v1/score"

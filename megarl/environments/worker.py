@@ -30,7 +30,6 @@ import psutil
 
 from megarl.environments import user_code, verifiers
 from megarl.environments.codec import Codec
-from megarl.environments.config import EnvironmentConfig
 from megarl.environments.isolation import enter_own_domain
 from megarl.environments.response_text import Counted
 from megarl.environments.scores import (
@@ -46,8 +45,9 @@ from megarl.environments.session import AgentObservation, Answer, Observation
 from megarl.environments.signatures import RewardFunction
 from megarl.environments.user_calls import LimitExceeded, UserCalls, ending_forks, within
 from megarl.environments.user_code import Sources
-from megarl.lookup import of_app
-from megarl.signals import die_with_parent
+from megarl.settings.environments import EnvironmentConfig
+from megarl.system.lookup import of_app
+from megarl.system.signals import die_with_parent
 
 BUILT_IN_MEMORY_MIB = 512
 """Memory limit of a process that runs a built-in verifier, if the recipe sets none."""

@@ -43,12 +43,12 @@ import numpy as np
 import psutil
 
 from megarl.environments.codec import Codec
-from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scores import Outcome, Reply, late_verdict
 from megarl.environments.user_calls import COMPUTES
 from megarl.environments.user_code import Sources, UserFiles
 from megarl.environments.verifiers import named, own_files, setting_of
-from megarl.private_folder import MARK, kill_marked
+from megarl.settings.environments import EnvironmentConfig
+from megarl.system.private_folder import MARK, kill_marked
 from megarl.types import Prompt
 
 ROOT = Path(__file__).resolve().parents[2]  # where the package megarl lies

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import UserError
-from megarl.files import UNFINISHED, in_thread, new_file, parse_json
+from megarl.system.files import UNFINISHED, in_thread, new_file, parse_json
 
 FILE = "ledger.jsonl"
 """Name of the ledger in the run folder."""

@@ -1,7 +1,8 @@
 """From the rewards of a whole step to one advantage per sample.
 
 To add one, write a function of (rewards_N, groups_N, tokens_N), add a line to `ADVANTAGES`, its
-name to `ADVANTAGE` in `config.py`, and its closed form to `tests/unit/test_algorithms.py`.
+name to `ADVANTAGE` in `settings/objectives.py`, and its closed form to
+`tests/unit/test_algorithms.py`.
 
 The reward belongs to the whole response and the discount is 1, so every token of a sample has the
 sample's advantage. N counts all samples of the step on all ranks: every rank computes the same

@@ -2,7 +2,7 @@
 
 To add a correction, write a function of (trainer_logp_T, engine_logp_T, sequence_sum, config) that
 returns detached weights of at most `config.upper`, add a line to `CORRECTIONS`, its name to
-`CORRECTION` in `config.py`, and its closed form to `tests/unit/test_algorithms.py`.
+`CORRECTION` in `settings/objectives.py`, and its closed form to `tests/unit/test_algorithms.py`.
 
 The trainer's log-probs are those before the step's first update; if both agree, all weights are 1.
 Together with a loss that clips the ratio to the trainer's log-probs, this is PPO with three
@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from megarl.objectives.config import CorrectionConfig
 from megarl.objectives.kl import k3
+from megarl.settings.objectives import CorrectionConfig
 
 LOG_WEIGHT_LIMIT = 20.0
 """Bound of |log w|, which keeps weights finite at untrained positions too."""

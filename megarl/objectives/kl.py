@@ -1,7 +1,7 @@
 """Per-token estimators of the divergence KL(policy || reference) from sampled tokens.
 
 To add one, write a function of (logp, ref), add a line to `KL_ESTIMATORS`, its name to `KLName` in
-`config.py`, and its closed form to `tests/unit/test_algorithms.py`.
+`settings/objectives.py`, and its closed form to `tests/unit/test_algorithms.py`.
 
 With d = log-prob - reference log-prob of a token sampled from the policy
 (http://joschu.net/blog/kl-approx.html):
@@ -32,7 +32,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megarl.objectives.config import KLConfig
+from megarl.settings.objectives import KLConfig
 
 K3_LIMIT = 10.0
 """`k3` is exact for d = logp - ref >= -K3_LIMIT; below, it continues as its tangent."""

@@ -1,8 +1,8 @@
 """Policy losses per token, and the weight of every token in the loss of a mini-batch.
 
 To add a loss, write a function of (logp_T, old_T, advantages_T, sequence_mean, config) that returns
-`LossTerms`, add a line to `LOSSES`, its name to `LOSS` in `config.py`, and its closed form to
-`tests/unit/test_algorithms.py`. For an aggregation do the same with (tokens_N, config),
+`LossTerms`, add a line to `LOSSES`, its name to `LOSS` in `settings/objectives.py`, and its closed
+form to `tests/unit/test_algorithms.py`. For an aggregation do the same with (tokens_N, config),
 `AGGREGATIONS` and `AggregationName`. A loss has no gradient where the advantage is 0: tokens of
 groups of equal rewards are not computed (`RunConfig.skips_equal_groups`).
 
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.objectives.config import AlgorithmConfig
+from megarl.settings.objectives import AlgorithmConfig
 
 LOG_RATIO_LIMIT = 20.0
 """Bound of |log ratio| of a token (in `gspo`, of its mean over the sequence), which keeps ratios

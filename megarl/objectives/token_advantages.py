@@ -2,7 +2,7 @@
 
 The functions of `megarl.objectives.advantages` give a whole sample one advantage. Those here give
 each token its own. To add one: write a function of (`TokenRewards`, config), add a line to
-`TOKEN_ADVANTAGES`, add its name to `ADVANTAGE` in `config.py`.
+`TOKEN_ADVANTAGES`, add its name to `ADVANTAGE` in `settings/objectives.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megarl.objectives.advantages import EPSILON, AdvantageFunction
-from megarl.objectives.config import AlgorithmConfig
+from megarl.settings.objectives import AlgorithmConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from megarl.lookup import of_app
+from megarl.system.lookup import of_app
 
 
 class LiveReport:

@@ -20,12 +20,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megarl import console
-from megarl.files import new_file
-from megarl.observe.config import ObserveConfig
 from megarl.observe.provenance import made_by
 from megarl.observe.rotated import RotatedFile
 from megarl.observe.sinks import MetricsFile, finite, open_sinks, read_records
+from megarl.settings.observe import ObserveConfig
+from megarl.system import console
+from megarl.system.files import new_file
 from megarl.types import StepReport
 
 METRICS, EVALUATIONS, TRANSCRIPTS = "metrics.jsonl", "evaluations.jsonl", "transcripts.jsonl"

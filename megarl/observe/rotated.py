@@ -19,8 +19,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megarl.files import parse_json
 from megarl.observe.sinks import MetricsFile, read_records
+from megarl.system.files import parse_json
 
 PART_BYTES = 64 * 2**20
 """Bytes from which a part is full; the records of the step that is being written still go into

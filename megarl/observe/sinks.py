@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.console import say
 from megarl.errors import UserError
-from megarl.files import UNFINISHED, new_file, parse_json
-from megarl.observe.config import ObserveConfig
+from megarl.settings.observe import ObserveConfig
+from megarl.system.console import say
+from megarl.system.files import UNFINISHED, new_file, parse_json
 
 
 @dataclass(frozen=True)

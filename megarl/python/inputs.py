@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl import recipe_paths
-from megarl.files import new_file
-from megarl.recipe_file import put
-from megarl.schema import require, shortened
+from megarl.settings import recipe_paths
+from megarl.settings.recipe_file import put
+from megarl.settings.schema import require, shortened
+from megarl.system.files import new_file
 
 Rows = Iterable[Mapping[str, Any]]
 """Data: a list of dicts, a `datasets.Dataset`, or anything else that yields a dict for each row."""

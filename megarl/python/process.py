@@ -17,15 +17,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
-from megarl import config as configs
-from megarl.config import AnyConfig
-from megarl.files import ROOT
+from megarl.settings import config as configs
+from megarl.settings.config import AnyConfig
+from megarl.system.files import ROOT
 
 # A run whose caller is gone (a notebook's kernel, or the thread that has started the run) gets
 # SIGTERM, on which it saves a checkpoint and ends.
 PROGRAM = """import signal, sys
 sys.path.append(sys.argv[1])
-from megarl.signals import become
+from megarl.system.signals import become
 become(int(sys.argv[2]), sys.argv[3:], signal.SIGTERM)"""
 
 

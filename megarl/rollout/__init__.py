@@ -1,1 +1,1 @@
-"""Inference engines, and the rollout service that turns prompts into groups of scored rollouts."""
+"""The rollout service, which turns prompts into groups of scored rollouts, and its process."""

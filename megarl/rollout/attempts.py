@@ -18,8 +18,8 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from megarl.activity.spans import Requests
 from megarl.rollout.requests import EnginePool, RequestRoute
+from megarl.system.spans import Requests
 from megarl.types import Prompt, Segment, Verdict
 
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from megarl.objectives.config import TruncatedName
 from megarl.parallel.prefix_balance import FamilyBalance
 from megarl.parallel.prefix_tree import Size, chains, copied
 from megarl.rollout.transcripts import about, record_of
+from megarl.settings.objectives import TruncatedName
 from megarl.types import COLUMNS, Group, Rollout, Samples, Segment, StepBatch, TokenArrays
 
 Fetch = Callable[[Sequence[Any]], Sequence[TokenArrays]]

@@ -20,9 +20,9 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from megarl.activity.spans import activity
 from megarl.errors import UserError, disk_advice
-from megarl.files import in_thread, new_file
+from megarl.system.files import in_thread, new_file
+from megarl.system.spans import activity
 from megarl.types import COLUMNS, Samples, StepBatch
 
 FOLDER = "batches"

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from megarl.errors import EngineLost, EngineUnreachable
-from megarl.rollout.config import RolloutConfig
+from megarl.settings.rollout import RolloutConfig
 from megarl.types import Prompt, Segment
 
 T = TypeVar("T")

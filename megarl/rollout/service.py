@@ -4,7 +4,7 @@ them. It keeps what is small; the token arrays of finished groups are kept elsew
     prompts --dispatch rule--> engines --Segment--> environment --Verdict--> Group --in order-->
     SharePlan per data rank
 
-One asyncio process owns all of it, so every decision is a plain call. `megarl.cluster.ray_cluster`
+One asyncio process owns all of it, so every decision is a plain call. `megarl.rollout.ray_cluster`
 makes a Ray actor of it. A failure of any part is kept and raised from whatever the trainer asks
 next.
 """
@@ -21,15 +21,15 @@ from typing import Any
 from megarl.environments.user_code import function_of
 from megarl.ledger.events import Carried, Dispatched, Published, Started
 from megarl.ledger.recorder import EQUAL_REWARDS, NO_VERDICTS, Recorder
-from megarl.objectives.config import TruncatedName
 from megarl.rollout.attempts import Attempts, EnvironmentHandle, PromptSource
 from megarl.rollout.batch import SharePlan, StepGroups
-from megarl.rollout.config import RolloutConfig
 from megarl.rollout.dispatch.policy_table import POLICIES, limits_of
 from megarl.rollout.evaluation import Evaluated, answers, evaluate_problems, failure_warning
 from megarl.rollout.requests import EngineHandle, EnginePool
 from megarl.rollout.transcripts import group_records
 from megarl.rollout.waits import Waits
+from megarl.settings.objectives import TruncatedName
+from megarl.settings.rollout import RolloutConfig
 from megarl.types import START, Cursor, Group, Prompt, Rollout
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from megarl.checkpoints.adapter_files import SCORE
 from megarl.parallel.mesh import DeepSpeedView, ProcessMesh
 from megarl.parallel.tensor import whole_shapes
-from megarl.trainer.config import ModelConfig, TrainingConfig
+from megarl.settings.training import ModelConfig, TrainingConfig
 from megarl.trainer.heads import SCORING, HeadName
 from megarl.trainer.loading import Part, empty_model, load_model, load_weights, open_weights
 from megarl.trainer.lora import adapter_weights

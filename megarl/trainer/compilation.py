@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch.utils.cpp_extension import get_default_build_root
 
-from megarl.console import say
+from megarl.system.console import say
 
 
 def drop_stale_locks(root: Path | None = None, *, older_than_s: float = 240.0) -> list[Path]:

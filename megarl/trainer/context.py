@@ -25,18 +25,14 @@ import transformers
 from pydantic_core import to_jsonable_python
 from transformers import PreTrainedTokenizerBase
 
-from megarl import console, signals
-from megarl.activity.spans import Recording
 from megarl.checkpoints.adapter_files import adapter_digest
 from megarl.checkpoints.checkpoint import Checkpoints
 from megarl.checkpoints.lease import Claim, Lease
 from megarl.checkpoints.manifest import remove_unfinished
 from megarl.checkpoints.progress import Progress, read_progress, written_under
-from megarl.config import AnyConfig, RunConfig, dump, with_steps
 from megarl.data.demonstrations import DemonstrationList
 from megarl.data.preferences import PreferenceList
 from megarl.data.source import PromptList
-from megarl.host_memory import keep_freed_memory
 from megarl.kernels.linear import use_bfloat16x2
 from megarl.observe.observer import EVALUATIONS, Observer
 from megarl.observe.sinks import read_records
@@ -44,16 +40,20 @@ from megarl.parallel import mesh as mesh_module
 from megarl.parallel.collectives import broadcast_object, gather_objects
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import Axis, ProcessMesh
-from megarl.recipe_file import read_tree
-from megarl.schema import Config, defaults, leaves, shortened
+from megarl.settings.config import AnyConfig, RunConfig, dump, with_steps
+from megarl.settings.recipe_file import read_tree
+from megarl.settings.schema import Config, defaults, leaves, shortened
+from megarl.settings.training import CriticConfig, ModelConfig, TrainingConfig
+from megarl.system import console, signals
+from megarl.system.host_memory import keep_freed_memory
+from megarl.system.spans import Recording
 from megarl.trainer.attention import attention_line
-from megarl.trainer.config import CriticConfig, ModelConfig, TrainingConfig
 from megarl.trainer.loading import generation_config
-from megarl.trainer.places import RolePlace, reference_adapter, role_training
 from megarl.trainer.precision import refuse_different, slow_line
+from megarl.trainer.role_placement import RolePlace, reference_adapter, role_training
 from megarl.trainer.threads import trainer_threads
 from megarl.trainer.weights import base_digest, exported_names
-from megarl.weight_sync.parameters import ParameterSpec
+from megarl.weights.parameters import ParameterSpec
 
 if TYPE_CHECKING:
     from megarl.trainer.heads import HeadName

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megarl.objectives.config import DistillationConfig
+from megarl.settings.objectives import DistillationConfig
 from megarl.trainer.finite import StepGuard
 from megarl.trainer.role import Role
 from megarl.trainer.step import (

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megarl.console import say
 from megarl.errors import UserError
 from megarl.parallel.collectives import all_reduce_max
 from megarl.parallel.mesh import Axis
+from megarl.system.console import say
 
 if TYPE_CHECKING:
     from megarl.trainer.role import Role

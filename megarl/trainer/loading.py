@@ -29,10 +29,10 @@ from megarl.checkpoints.export import GENERATION
 from megarl.parallel.reshard.boxes import Owned, matrix
 from megarl.parallel.reshard.owned import shard_box
 from megarl.parallel.tensor import Shard, whole_shapes
-from megarl.schema import require
-from megarl.third_party import opening
+from megarl.settings.schema import require
+from megarl.settings.training import ModelConfig
+from megarl.system.third_party import opening
 from megarl.trainer.attention import ATTENTION, refuse_unsupported
-from megarl.trainer.config import ModelConfig
 from megarl.trainer.heads import SCORING, HeadName, refuse_head, use_score_head
 from megarl.trainer.model_config import load_model_config
 from megarl.trainer.weights import (

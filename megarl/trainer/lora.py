@@ -35,7 +35,7 @@ from megarl.parallel.tensor import (
     parameter,
     sum_gradient_over,
 )
-from megarl.trainer.config import LoraConfig
+from megarl.settings.training import LoraConfig
 from megarl.trainer.weights import OtherTensors, Weights
 
 A, B = ".lora_A.weight", ".lora_B.weight"

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import Axis
 from megarl.parallel.tensor import Shard, whole_shapes
-from megarl.trainer.config import LoraConfig, ModelConfig, TrainingConfig
+from megarl.settings.training import LoraConfig, ModelConfig, TrainingConfig
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a weight by dtype."""

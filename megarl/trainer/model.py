@@ -22,9 +22,9 @@ from megarl.parallel.collectives import all_reduce, all_reduce_max
 from megarl.parallel.exchange import RingExchange
 from megarl.parallel.mesh import ProcessMesh
 from megarl.parallel.tensor import whole_shapes
+from megarl.settings.training import TrainingConfig
 from megarl.trainer.attention import Attend, layer_windows
 from megarl.trainer.autotp import shard_with_autotp
-from megarl.trainer.config import TrainingConfig
 from megarl.trainer.heads import (
     HeadName,
     LogProbHead,

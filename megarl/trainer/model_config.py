@@ -12,13 +12,13 @@ import torch
 import transformers
 from transformers import AutoConfig
 
-from megarl.config import RunConfig, longest_request
 from megarl.data.hub import hub_state, refuse_no_folder, why_absent
-from megarl.limits import MOST_TOKENS
-from megarl.schema import require, shortened
-from megarl.third_party import opening, refuse_broken_links
+from megarl.settings.config import RunConfig, longest_request
+from megarl.settings.limits import MOST_TOKENS
+from megarl.settings.schema import require, shortened
+from megarl.settings.training import ModelConfig
+from megarl.system.third_party import opening, refuse_broken_links
 from megarl.trainer.attention import refuse_unsupported
-from megarl.trainer.config import ModelConfig
 
 COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 """Settings of config.json that every model has, at least 1."""

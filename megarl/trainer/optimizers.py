@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from megarl.schema import require
-from megarl.trainer.config import OptimizerConfig, ScheduleConfig, TrainingConfig
+from megarl.settings.schema import require
+from megarl.settings.training import OptimizerConfig, ScheduleConfig, TrainingConfig
 
 Parameters = Sequence[torch.nn.Parameter]
 

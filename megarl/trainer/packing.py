@@ -17,7 +17,7 @@ import torch
 from megarl.parallel.collectives import all_reduce, sum_both
 from megarl.parallel.mesh import Axis
 from megarl.parallel.sequence import cut
-from megarl.trainer.config import SharePrefix
+from megarl.settings.training import SharePrefix
 from megarl.trainer.prefixes import must_save, tree_of
 from megarl.types import MicroBatch, Samples
 

@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from megarl.environments.user_code import function_of
-from megarl.objectives.config import AlgorithmConfig
 from megarl.objectives.corrections import (
     CORRECTIONS,
     WEIGHT_SUMS,
@@ -26,7 +25,8 @@ from megarl.objectives.corrections import (
 )
 from megarl.objectives.kl import KL_ESTIMATORS, KLControl
 from megarl.objectives.losses import LOSSES, LossTerms
-from megarl.schema import is_own
+from megarl.settings.objectives import AlgorithmConfig
+from megarl.settings.schema import is_own
 from megarl.trainer.finite import StepGuard
 from megarl.trainer.packing import SequenceMean
 from megarl.trainer.role import Column, Role

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megarl.config import AnyConfig
 from megarl.errors import UserError
 from megarl.kernels.linear import ONEDNN
 from megarl.parallel.mesh import local_device
-from megarl.schema import replace, require
-from megarl.trainer.config import Precision, TrainingConfig
+from megarl.settings.config import AnyConfig
+from megarl.settings.schema import replace, require
+from megarl.settings.training import Precision, TrainingConfig
 
 BFLOAT16_CAPABILITY = (8, 0)
 """First compute capability of CUDA with arithmetic in bfloat16: Ampere."""

@@ -23,8 +23,8 @@ import numpy as np
 
 from megarl.parallel.prefix_balance import FamilyBalance
 from megarl.parallel.prefix_tree import DEEPEST, Size, chains, copied, documents
+from megarl.settings.training import SharePrefix
 from megarl.trainer.branches import NONE, BranchPart, branch_parts, next_tokens
-from megarl.trainer.config import SharePrefix
 from megarl.types import Samples
 
 SAVES = 1 / 16

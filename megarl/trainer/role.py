@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from megarl.activity.spans import activity
 from megarl.checkpoints.adapter_files import adapter_bytes
 from megarl.errors import UserError
 from megarl.kernels.packed_attention import varlen_kernel
@@ -23,10 +22,11 @@ from megarl.parallel.collectives import all_reduce
 from megarl.parallel.deepspeed_world import confine
 from megarl.parallel.mesh import ProcessMesh
 from megarl.parallel.tensor import Shard
-from megarl.schema import replace
+from megarl.settings.schema import replace
+from megarl.settings.training import LoraConfig, ModelConfig, TrainingConfig
+from megarl.system.spans import activity
 from megarl.trainer.build import DTYPES, build_network
 from megarl.trainer.compilation import drop_stale_locks
-from megarl.trainer.config import LoraConfig, ModelConfig, TrainingConfig
 from megarl.trainer.heads import HeadName
 from megarl.trainer.lora import is_adapter
 from megarl.trainer.packing import pack_mini_batch, pack_shared

@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from megarl.activity.spans import Kind, Span, activity
 from megarl.errors import UserError
-from megarl.objectives.config import AggregationName, AlgorithmConfig
 from megarl.objectives.corrections import mismatch, summarise
 from megarl.objectives.losses import AGGREGATIONS
 from megarl.parallel.collectives import all_reduce, all_reduce_max, gather_objects
 from megarl.parallel.mesh import Axis
+from megarl.settings.objectives import AggregationName, AlgorithmConfig
+from megarl.system.spans import Kind, Span, activity
 from megarl.trainer.finite import StepGuard
 from megarl.trainer.prefixes import saved_tokens
 from megarl.trainer.role import Role

@@ -15,7 +15,6 @@ import torch
 
 from megarl.environments.user_code import function_of
 from megarl.objectives.advantages import ADVANTAGES, AdvantageFunction, check_rewards
-from megarl.objectives.config import AlgorithmConfig
 from megarl.objectives.kl import KL_ESTIMATORS
 from megarl.objectives.token_advantages import (
     TOKEN_ADVANTAGES,
@@ -28,6 +27,7 @@ from megarl.objectives.token_advantages import (
 )
 from megarl.parallel.collectives import all_reduce, all_reduce_max
 from megarl.parallel.mesh import Axis
+from megarl.settings.objectives import AlgorithmConfig
 from megarl.trainer.role import Column
 from megarl.types import StepBatch
 

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import torch
 
 from megarl.kernels.divergence import Divergence
+from megarl.settings.training import ModelConfig
 from megarl.trainer.build import DTYPES
-from megarl.trainer.config import ModelConfig
 from megarl.trainer.heads import SoftTargets
 from megarl.trainer.loading import output_rows
 from megarl.trainer.model_config import load_model_config

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 
-from megarl.config import AnyConfig, RunConfig, ServeRewardConfig
-from megarl.host_memory import control_groups
 from megarl.parallel import launcher
+from megarl.settings.config import AnyConfig, RunConfig, ServeRewardConfig
+from megarl.system.host_memory import control_groups
 
 GIVEN = os.environ.get("OMP_NUM_THREADS", "")
 """OMP_NUM_THREADS as it was when this process began: the user's or torchrun's. Later
-`megarl.cluster.process_env` sets the variable for libraries."""
+`megarl.system.process_env` sets the variable for libraries."""
 
 QUOTAS = {2: ("cpu.max",), 1: ("cpu.cfs_quota_us", "cpu.cfs_period_us")}
 """{version of control groups: files with the microseconds of computing that are allowed in a

@@ -21,13 +21,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megarl.activity.spans import activity
 from megarl.parallel.collectives import broadcast_object, gather_objects
 from megarl.parallel.mesh import Axis, ProcessMesh
 from megarl.parallel.prefix_balance import FamilyBalance
 from megarl.parallel.prefix_tree import Size, chains
 from megarl.parallel.redistribute import Redistribution
-from megarl.trainer.config import SharePrefix
+from megarl.settings.training import SharePrefix
+from megarl.system.spans import activity
 from megarl.trainer.prefixes import computed_lengths, leading_tokens, must_save, sizes_of
 from megarl.trainer.role import Column, Role
 from megarl.types import MicroBatch, Samples, StepBatch

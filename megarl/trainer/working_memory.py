@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megarl.config import RunConfig
 from megarl.parallel.layout import Layout
-from megarl.trainer.config import TrainingConfig
+from megarl.settings.config import RunConfig
+from megarl.settings.training import TrainingConfig
+from megarl.settings.weight_sync import BUCKET_BYTES
 from megarl.trainer.memory import BYTES, SizedParameter, role_memory
-from megarl.weight_sync.config import BUCKET_BYTES
 
 BUCKET_ELEMENTS = 500_000_000
 """Elements of DeepSpeed's buffer in which gradients are reduced (`reduce_bucket_size`), at most:

@@ -24,15 +24,15 @@ from megarl.checkpoints.adapter_files import SCORE
 from megarl.checkpoints.rank_files import RankFiles
 from megarl.parallel.collectives import all_reduce
 from megarl.parallel.mesh import DeepSpeedView, ProcessMesh
+from megarl.settings.training import TrainingConfig
 from megarl.trainer import working_memory
 from megarl.trainer.compilation import drop_stale_locks
-from megarl.trainer.config import TrainingConfig
 from megarl.trainer.finite import first_broken
 from megarl.trainer.gradient_sums import keep_on_device, sum_of
-from megarl.trainer.handover import Handover, free_cache, synchronize
 from megarl.trainer.heads import SCORING
 from megarl.trainer.lora import MergedWeights, is_adapter
 from megarl.trainer.loss_scale import LossScale, fp16_settings
+from megarl.trainer.memory_lending import Handover, free_cache, synchronize
 from megarl.trainer.model import RoleModel
 from megarl.trainer.optimizers import OPTIMIZERS, learning_rate
 from megarl.trainer.zero_state import TrainState

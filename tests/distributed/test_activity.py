@@ -9,12 +9,12 @@ import torch.distributed as dist
 from support.commands import until
 from support.ranks import run_ranks
 
-from megarl.activity.files import read_traces
-from megarl.activity.spans import Recording, activity
 from megarl.parallel import collectives
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import ProcessMesh, all_ranks, finalise, initialise
 from megarl.parallel.redistribute import Redistribution
+from megarl.system.spans import Recording, activity
+from megarl.system.trace_files import read_traces
 
 CALLS = {
     "all-reduce": lambda axis: collectives.all_reduce(torch.ones(3), axis),

@@ -15,7 +15,7 @@ from support.ranks import run_ranks
 from transformers import AutoModelForCausalLM
 
 from megarl.parallel.tensor import whole_shapes
-from megarl.trainer.config import ModelConfig
+from megarl.settings.training import ModelConfig
 
 AUTOTP = {"tensor_backend": "autotp"}
 RECOMPUTED = AUTOTP | {"gradient_checkpointing": True}

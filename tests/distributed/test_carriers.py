@@ -35,10 +35,10 @@ from megarl.parallel.collectives import all_reduce, barrier, broadcast_object, g
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import Axis, ProcessMesh
 from megarl.parallel.reshard.boxes import scatter
-from megarl.weight_sync.checksums import carried, signed
-from megarl.weight_sync.route import Route
-from megarl.weight_sync.transports import cuda_ipc
-from megarl.weight_sync.transports.transport_table import TRANSPORTS
+from megarl.weights.checksums import carried, signed
+from megarl.weights.route import Route
+from megarl.weights.transports import cuda_ipc
+from megarl.weights.transports.transport_table import TRANSPORTS
 
 NEVER_S = 1.0
 """Patience with a receiver that does not come."""

@@ -13,10 +13,10 @@ from support.ranks import run_ranks
 from support.rollouts import dealt
 from support.tiny import groups, write_model
 
-from megarl.objectives.config import AlgorithmConfig, GaeConfig
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import ProcessMesh, all_ranks
-from megarl.trainer.config import OptimizerConfig
+from megarl.settings.objectives import AlgorithmConfig, GaeConfig
+from megarl.settings.training import OptimizerConfig
 from megarl.trainer.critic import Critic
 from megarl.trainer.packing import pack_mini_batch
 from megarl.trainer.step_advantages import step_advantages

@@ -15,10 +15,10 @@ from support.tiny import groups
 from support.training_cases import write
 
 from megarl.kernels.divergence import Divergence
-from megarl.objectives.config import DistillationConfig
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import ProcessMesh, all_ranks
-from megarl.trainer.config import ModelConfig, OptimizerConfig
+from megarl.settings.objectives import DistillationConfig
+from megarl.settings.training import ModelConfig, OptimizerConfig
 from megarl.trainer.distillation import Distillation
 from megarl.trainer.teacher import Teacher
 from megarl.trainer.transfer import BatchTransfer

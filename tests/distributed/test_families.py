@@ -20,8 +20,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from megarl.parallel import collectives
 from megarl.parallel.collectives import all_reduce
+from megarl.settings.training import SequenceConfig, TrainingConfig
 from megarl.trainer.attention import ATTENTION
-from megarl.trainer.config import SequenceConfig, TrainingConfig
 from megarl.trainer.loading import without_dropout
 from megarl.trainer.model import RoleModel
 from megarl.trainer.norms import _formula

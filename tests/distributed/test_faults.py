@@ -69,10 +69,10 @@ def one_case(
     from megarl.checkpoints.checkpoint import Checkpoints
     from megarl.data.tokenizer import load_tokenizer
     from megarl.errors import UserError
-    from megarl.objectives.config import AlgorithmConfig
-    from megarl.observe.config import STEP_METRICS
     from megarl.rollout.batch import shares
-    from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
+    from megarl.settings.objectives import AlgorithmConfig
+    from megarl.settings.observe import STEP_METRICS
+    from megarl.settings.training import ModelConfig, OptimizerConfig, TrainingConfig
 
     def batch(step: int, *, rejected: bool = False) -> Any:
         made = groups(3, 3, seed=step)

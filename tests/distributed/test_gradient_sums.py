@@ -23,8 +23,8 @@ from support.tiny import write_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.errors import UserError
+from megarl.settings.training import OptimizerConfig
 from megarl.trainer import zero
-from megarl.trainer.config import OptimizerConfig
 from megarl.trainer.gradient_sums import PARTS, keep_on_device, sums_of
 from megarl.types import Samples
 

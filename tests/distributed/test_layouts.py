@@ -16,7 +16,7 @@ from support import training_cases
 from support.ranks import run_ranks
 from support.training_cases import Case, assert_bitwise, assert_equal, layouts, write
 
-from megarl.objectives.config import CorrectionConfig, KLConfig
+from megarl.settings.objectives import CorrectionConfig, KLConfig
 
 REPEATED: Case = {"training": {"share_prefix": "off"}, "prompts": (1, 24)}
 SHARED: Case = {"training": {"share_prefix": "on"}, "prompts": (1, 24)}

@@ -19,7 +19,7 @@ from megarl.checkpoints.export import WeightExport
 from megarl.checkpoints.rank_files import RankFiles
 from megarl.parallel.reshard.boxes import scatter
 from megarl.parallel.reshard.owned import training_owned
-from megarl.trainer.config import ModelConfig
+from megarl.settings.training import ModelConfig
 from megarl.trainer.loading import load_model
 from megarl.trainer.packing import pack_shared
 

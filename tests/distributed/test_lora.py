@@ -23,8 +23,8 @@ from megarl.parallel.collectives import barrier
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import ProcessMesh
 from megarl.parallel.reshard.owned import training_owned
-from megarl.schema import replace
-from megarl.trainer.config import LoraConfig, OptimizerConfig, SequenceConfig, TrainingConfig
+from megarl.settings.schema import replace
+from megarl.settings.training import LoraConfig, OptimizerConfig, SequenceConfig, TrainingConfig
 from megarl.trainer.finite import StepGuard
 from megarl.trainer.lora import A, B, is_adapter
 from megarl.trainer.role import Role

@@ -14,10 +14,10 @@ from support.ranks import run_ranks
 from support.rollouts import dealt
 from support.tiny import groups, write_model
 
-from megarl.objectives.config import AlgorithmConfig
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import ProcessMesh
-from megarl.trainer.config import (
+from megarl.settings.objectives import AlgorithmConfig
+from megarl.settings.training import (
     LoraConfig,
     ModelConfig,
     OptimizerConfig,

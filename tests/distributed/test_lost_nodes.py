@@ -25,7 +25,7 @@ from support.ranks import ROOT
 from megarl.parallel import torchrun
 from megarl.parallel.launcher import free_port
 from megarl.parallel.node_watch import LOST_AFTER
-from megarl.signals import SHUTDOWN
+from megarl.system.signals import SHUTDOWN
 
 WAITS = """import os, signal, sys, time
 from pathlib import Path

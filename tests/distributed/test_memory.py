@@ -14,7 +14,7 @@ from support.tiny import write_model
 
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import ProcessMesh
-from megarl.trainer.config import LoraConfig, ModelConfig, TrainingConfig
+from megarl.settings.training import LoraConfig, ModelConfig, TrainingConfig
 from megarl.trainer.memory import role_memory, sized_parameters
 from megarl.types import Samples
 

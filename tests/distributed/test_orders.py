@@ -8,7 +8,7 @@ from support.ranks import run_ranks
 
 from megarl.parallel import mesh as mesh_module
 from megarl.parallel.collectives import barrier
-from megarl.parallel.orders import Orders
+from megarl.parallel.rank0_commands import Orders
 
 
 def follow() -> list[object]:

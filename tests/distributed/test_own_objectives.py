@@ -9,7 +9,7 @@ from support import training_cases
 from support.ranks import run_ranks
 from support.training_cases import Case, assert_bitwise, write
 
-from megarl.objectives.config import CorrectionConfig
+from megarl.settings.objectives import CorrectionConfig
 
 OWN = """
 from megarl.objectives.advantages import dr_grpo

@@ -57,10 +57,10 @@ def learn(folder: str, place: Any, name: str, device: Any) -> Any:
     from megarl.apps.tune.preference import KtoStep, PreferenceStep
     from megarl.apps.tune.reward_model import RewardModelStep
     from megarl.apps.tune.supervised import Task
-    from megarl.objectives.config import PreferenceLossConfig, RewardLossConfig
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh
-    from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
+    from megarl.settings.objectives import PreferenceLossConfig, RewardLossConfig
+    from megarl.settings.training import ModelConfig, OptimizerConfig, TrainingConfig
     from megarl.trainer.role import Role
 
     *degrees, stage = place

@@ -24,12 +24,12 @@ from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import ProcessMesh
 from megarl.parallel.reshard.boxes import scatter
 from megarl.parallel.reshard.owned import training_owned
-from megarl.weight_sync import checksums
-from megarl.weight_sync import publisher as wire
-from megarl.weight_sync.bucket_receiver import BucketReceiver, InitInfo
-from megarl.weight_sync.config import WeightSyncConfig
-from megarl.weight_sync.probe import Probe
-from megarl.weight_sync.transports.base import Aborted
+from megarl.settings.weight_sync import WeightSyncConfig
+from megarl.weights import checksums
+from megarl.weights import publisher as wire
+from megarl.weights.bucket_receiver import BucketReceiver, InitInfo
+from megarl.weights.probe import Probe
+from megarl.weights.transports.base import Aborted
 
 DEADLINE_S, HANG_S = 20.0, 5.0
 

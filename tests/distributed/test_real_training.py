@@ -28,10 +28,10 @@ from megarl.apps.tune.sft import sft_step, to_sample
 from megarl.checkpoints.export import WeightExport, write_description
 from megarl.checkpoints.rank_files import RankFiles
 from megarl.data.tokenizer import load_tokenizer
-from megarl.objectives.config import AlgorithmConfig, GaeConfig, KLConfig, PreferenceLossConfig
 from megarl.parallel import mesh as mesh_module
 from megarl.parallel.reshard.owned import training_owned
-from megarl.trainer.config import LoraConfig, OptimizerConfig, TrainingConfig
+from megarl.settings.objectives import AlgorithmConfig, GaeConfig, KLConfig, PreferenceLossConfig
+from megarl.settings.training import LoraConfig, OptimizerConfig, TrainingConfig
 from megarl.trainer.critic import Critic
 from megarl.trainer.finite import StepGuard
 from megarl.trainer.lora import is_adapter

@@ -20,7 +20,7 @@ from support.policy import make_role, on_mesh
 from support.ranks import run_ranks
 from support.tiny import write_model
 
-from megarl.trainer.config import OptimizerConfig
+from megarl.settings.training import OptimizerConfig
 from megarl.types import Samples
 
 STEPS = 3

@@ -24,7 +24,7 @@ from megarl.parallel.collectives import gather_objects
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import ProcessMesh, all_ranks
 from megarl.rollout.batch import SharePlan
-from megarl.trainer.config import OptimizerConfig
+from megarl.settings.training import OptimizerConfig
 from megarl.trainer.finite import StepGuard
 from megarl.trainer.packing import pack_mini_batch
 from megarl.trainer.prefixes import balance_of

@@ -17,8 +17,8 @@ from support.ranks import run_ranks
 from support.tiny import write_model
 
 from megarl.parallel.mesh import Axis
+from megarl.settings.training import TrainingConfig
 from megarl.trainer import zero
-from megarl.trainer.config import TrainingConfig
 from megarl.trainer.gradient_sums import PARTS
 from megarl.trainer.zero import TrainEngine
 from megarl.types import Samples

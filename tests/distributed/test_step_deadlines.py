@@ -18,12 +18,12 @@ def waits(tree: dict[str, Any]) -> list[float]:
     """Seconds that this rank waits: in a collective of the policy's mesh, in one of all ranks, for
     a sign of life of rank 0, and for an order.
     """
-    from megarl.config import RunConfig, from_tree
     from megarl.data.tokenizer import load_tokenizer
-    from megarl.loops import rl_setup
-    from megarl.loops.rl_setup import step_deadline_s
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import all_ranks
+    from megarl.run import build
+    from megarl.run.build import step_deadline_s
+    from megarl.settings.config import RunConfig, from_tree
     from megarl.trainer.context import RunInputs, open_context
     from megarl.trainer.model_config import load_model_config
 
@@ -40,11 +40,11 @@ def waits(tree: dict[str, Any]) -> list[float]:
         assert isinstance(context.config, RunConfig)
         if context.mesh.is_member:
             # What `build` does on this rank, but for the engines.
-            rl_setup.broadcast_object(0, all_ranks())
+            build.broadcast_object(0, all_ranks())
             deadline_s = step_deadline_s(context.config, 0)
-            made = rl_setup.build_training(context, context.config, inputs, deadline_s)
+            made = build.build_training(context, context.config, inputs, deadline_s)
         else:
-            made = rl_setup.build(context, context.config, inputs)
+            made = build.build(context, context.config, inputs)
         assert made.serving is not None
         return [
             context.mesh.timeout_s,
@@ -55,8 +55,8 @@ def waits(tree: dict[str, Any]) -> list[float]:
 
 
 def test_a_step_of_another_role_may_take_ten_collectives(tmp_path: Path) -> None:
-    from megarl.config import RunConfig, from_tree
-    from megarl.loops.rl_setup import step_deadline_s
+    from megarl.run.build import step_deadline_s
+    from megarl.settings.config import RunConfig, from_tree
 
     tree = tiny_run(tmp_path, write_model(tmp_path / "model"), 2)
     tree["training"]["collective_timeout_s"] = COLLECTIVE_S

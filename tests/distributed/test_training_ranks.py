@@ -18,9 +18,9 @@ from support.training_cases import Case, assert_equal, differences
 from megarl.checkpoints import checkpoint, export, rank_files
 from megarl.checkpoints.manifest import damage
 from megarl.errors import UserError
-from megarl.objectives.config import CorrectionConfig, KLConfig
 from megarl.parallel.reshard.owned import training_owned
 from megarl.parallel.tensor import whole_shapes
+from megarl.settings.objectives import CorrectionConfig, KLConfig
 from megarl.trainer import zero_state
 
 OFF_POLICY: dict[str, Any] = dict(

@@ -20,7 +20,7 @@ from support.tiny import write_model
 from support.training_cases import differences, write
 
 from megarl.kernels import packed_attention
-from megarl.trainer.config import OptimizerConfig
+from megarl.settings.training import OptimizerConfig
 from megarl.types import Samples
 
 STEPS = 30

@@ -88,11 +88,11 @@ def train(cases: list[dict[str, Any]]) -> list[Any]:
 
     from megarl.checkpoints.checkpoint import Checkpoints
     from megarl.data.tokenizer import load_tokenizer
-    from megarl.objectives.config import AlgorithmConfig
     from megarl.parallel import mesh as mesh_module
     from megarl.parallel.mesh import ProcessMesh
     from megarl.rollout.batch import shares
-    from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
+    from megarl.settings.objectives import AlgorithmConfig
+    from megarl.settings.training import ModelConfig, OptimizerConfig, TrainingConfig
 
     torch.set_num_threads(1)
     device, found = mesh_module.initialise(timeout_s=60), []

@@ -52,7 +52,7 @@ def start(arguments: list[str], **environment: str) -> tuple[subprocess.Popen[st
 
 def dies_with_us() -> list[str]:
     """The words before a command that have it killed when this process ends."""
-    code = "import sys; from megarl.signals import become; become(int(sys.argv[1]), sys.argv[2:])"
+    code = "import sys; from megarl.system.signals import become; become(int(sys.argv[1]), sys.argv[2:])"
     return [PYTHON, "-c", code, str(os.getpid())]
 
 

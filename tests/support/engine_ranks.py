@@ -22,10 +22,10 @@ import torch
 from megarl.parallel.layout import Layout
 from megarl.parallel.reshard.boxes import scatter
 from megarl.parallel.reshard.plan import make_plan
-from megarl.weight_sync.bucket_receiver import BucketReceiver, InitInfo
-from megarl.weight_sync.parameters import ParameterSpec, engine_owned, table_to_json
-from megarl.weight_sync.route import RouteSpec, own_ranks, table_fingerprint, training_parts
-from megarl.weight_sync.transports.transport_table import TRANSPORTS
+from megarl.weights.bucket_receiver import BucketReceiver, InitInfo
+from megarl.weights.parameters import ParameterSpec, engine_owned, table_to_json
+from megarl.weights.route import RouteSpec, own_ranks, table_fingerprint, training_parts
+from megarl.weights.transports.transport_table import TRANSPORTS
 from support.tables import Cut, Row, engine_table, training_shards
 
 ROOT = Path(__file__).resolve().parents[2]

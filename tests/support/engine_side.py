@@ -13,20 +13,20 @@ from typing import Any
 import ray
 import torch
 
-from megarl.cluster.engine_client import EngineClient
-from megarl.cluster.engines import EngineManager, EngineStarts
-from megarl.cluster.placement import own_seats
-from megarl.cluster.process_env import engine_environment, own_cluster_token, prepare_environment
-from megarl.cluster.ray_cluster import Cluster
-from megarl.cluster.recorded_table import recorded_table
+from megarl.engines.client import EngineClient
+from megarl.engines.pool import EngineManager, EngineStarts
 from megarl.parallel import mesh as mesh_module
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import ProcessMesh
-from megarl.rollout.config import PLAIN, EngineConfig
+from megarl.rollout.ray_cluster import Cluster
+from megarl.settings.rollout import PLAIN, EngineConfig
+from megarl.settings.weight_sync import WeightSyncConfig
+from megarl.system.placement import own_seats
+from megarl.system.process_env import engine_environment, own_cluster_token, prepare_environment
 from megarl.types import Samples, Segment
-from megarl.weight_sync.config import WeightSyncConfig
-from megarl.weight_sync.probe import Probe
-from megarl.weight_sync.publisher import Publisher
+from megarl.weights.probe import Probe
+from megarl.weights.publisher import Publisher
+from megarl.weights.recorded_table import recorded_table
 from support.tiny import VOCABULARY
 
 BOUND = 1e-4

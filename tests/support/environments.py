@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from megarl.environments.codec import Codec
-from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scoring import Environment
 from megarl.environments.verifiers import load_verifier
+from megarl.settings.environments import EnvironmentConfig
 from megarl.types import Prompt, Verdict
 
 T = TypeVar("T")

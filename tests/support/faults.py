@@ -6,8 +6,8 @@ KILLER = """
 import os, sys, time
 import psutil
 from support.fork_server import below
-from megarl.weight_sync.transports import shared_memory
-from megarl.weight_sync.config import WeightSyncConfig
+from megarl.weights.transports import shared_memory
+from megarl.settings.weight_sync import WeightSyncConfig
 
 plain, begin = shared_memory.Sender.commit, shared_memory.Sender.begin
 WeightSyncConfig.bucket_bytes = 2**13

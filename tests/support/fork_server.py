@@ -44,8 +44,8 @@ WORKER = "default_worker.py"
 """What Ray runs in a worker process."""
 PYTHON = sys.executable
 """The real one."""
-MODULES = ("megarl.trainer.context", "megarl.cluster.ray_cluster", "megarl.rollout.core_imports")
-MODULES += ("megarl.loops.rl", "vllm.v1.engine.async_llm", "ray._private.workers.default_worker")
+MODULES = ("megarl.trainer.context", "megarl.rollout.ray_cluster", "megarl.engines.core_imports")
+MODULES += ("megarl.run.loop", "vllm.v1.engine.async_llm", "ray._private.workers.default_worker")
 MODULES += ("megarl.parallel.torchrun", "deepspeed.runtime.zero.muon.muon_optimizer")
 PROXY = """#!/bin/sh
 case "$1" in -[BEIPS]*) exec {python} "$@";; esac
@@ -316,7 +316,7 @@ def start_servers() -> None:
     import tempfile
     from unittest import mock
 
-    from megarl.rollout.engine_core import preload_openmp
+    from megarl.engines.vllm_core import preload_openmp
 
     folder = Path(tempfile.mkdtemp(prefix="fork-server-"))
     (folder / "python").write_text(
@@ -357,8 +357,8 @@ def main(words: list[str]) -> None:
     import importlib
     import multiprocessing
 
-    from megarl.cluster.process_env import prepare_environment
-    from megarl.quick_imports import quick_imports
+    from megarl.system.process_env import prepare_environment
+    from megarl.system.quick_imports import quick_imports
 
     prepare_environment(1)  # Ray reads its settings when it is imported, these for its workers too
     os.environ |= {"RAY_JOB_ID": "ffffffff", "RAY_RAYLET_PID": str(os.getpid())}

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-from megarl import cli, recipe_file
+from megarl import cli
 from megarl.errors import UserError
+from megarl.settings import recipe_file
 from support import fuzz_files, fuzz_values
 from support.fuzz_case import Case, good_tree, write_rows
 

@@ -11,8 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from megarl.command_line.settings import settings as listed
-from megarl.config import DistillConfig, PreferenceConfig, RewardModelConfig, RunConfig, SftConfig
-from megarl.schema import Range
+from megarl.settings.config import (
+    DistillConfig,
+    PreferenceConfig,
+    RewardModelConfig,
+    RunConfig,
+    SftConfig,
+)
+from megarl.settings.schema import Range
 from support.fuzz_case import Case, Expect
 
 KINDS: dict[str, Any] = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megarl.rollout.engine import Engine
+from megarl.engines.vllm_engine import Engine
 
 FILE = Path(__file__)
 BLOCKS = 12

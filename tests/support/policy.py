@@ -14,11 +14,11 @@ import torch
 from megarl.checkpoints.checkpoint import Checkpoints
 from megarl.checkpoints.rank_files import RankFiles
 from megarl.data.tokenizer import load_tokenizer
-from megarl.objectives.config import AlgorithmConfig
 from megarl.parallel import mesh as mesh_module
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import ProcessMesh
-from megarl.trainer.config import ModelConfig, TrainingConfig
+from megarl.settings.objectives import AlgorithmConfig
+from megarl.settings.training import ModelConfig, TrainingConfig
 from megarl.trainer.policy import PolicyGradient
 from megarl.trainer.role import Role
 from megarl.types import StepBatch, StepReport
@@ -94,7 +94,7 @@ def whole_weights(engine: Any) -> dict[str, torch.Tensor]:
 
 
 class Policy:
-    """What `megarl.loops.rl` does with a batch, without rollouts."""
+    """What `megarl.run.loop` does with a batch, without rollouts."""
 
     def __init__(
         self,

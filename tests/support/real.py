@@ -11,7 +11,7 @@ import real_model
 import torch
 from filelock import FileLock
 
-from megarl.trainer.config import LoraConfig
+from megarl.settings.training import LoraConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 

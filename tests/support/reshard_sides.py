@@ -18,7 +18,7 @@ from megarl.parallel.reshard import plan as plan_module
 from megarl.parallel.reshard.boxes import Owned
 from megarl.parallel.reshard.owned import training_owned, whole_owned
 from megarl.parallel.reshard.plan import Plan, make_plan
-from megarl.weight_sync.parameters import engine_owned
+from megarl.weights.parameters import engine_owned
 from support.engine_ranks import model_table
 from support.tables import VOCAB_PADDING, Row, engine_table, training_shards
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from megarl.rollout.batch import SharePlan, shares
-from megarl.rollout.config import RolloutConfig
 from megarl.rollout.requests import EnginePool, RequestRoute
 from megarl.rollout.service import RolloutService
+from megarl.settings.rollout import RolloutConfig
 from megarl.types import Group, Prompt, Segment, TokenArrays, Verdict
 
 

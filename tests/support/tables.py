@@ -10,7 +10,7 @@ from typing import Literal
 
 from megarl.parallel.reshard.boxes import Box, matrix
 from megarl.parallel.tensor import Shard
-from megarl.weight_sync.parameters import ParameterSpec
+from megarl.weights.parameters import ParameterSpec
 
 Cut = Literal["whole", "outputs", "inputs", "kv_heads", "vocab"]
 """How tensor-parallel ranks split a weight [outputs, inputs]:

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from megarl.config import SftConfig
-from megarl.data.config import DemonstrationsConfig
-from megarl.schema import replace
-from megarl.trainer.config import LoraConfig, ModelConfig
+from megarl.settings.config import SftConfig
+from megarl.settings.data import DemonstrationsConfig
+from megarl.settings.schema import replace
+from megarl.settings.training import LoraConfig, ModelConfig
 from megarl.types import Group, Prompt, Rollout, Segment, TokenArrays, Verdict
 
 VOCABULARY = 40

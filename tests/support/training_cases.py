@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from megarl.objectives.config import AlgorithmConfig, KLConfig
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import ProcessMesh
-from megarl.trainer.config import ModelConfig, OptimizerConfig, SequenceConfig, TrainingConfig
+from megarl.settings.objectives import AlgorithmConfig, KLConfig
+from megarl.settings.training import ModelConfig, OptimizerConfig, SequenceConfig, TrainingConfig
 from megarl.trainer.prefixes import must_save
 from megarl.types import Samples
 from support.policy import Policy, joined, whole_weights

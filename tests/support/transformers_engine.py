@@ -12,15 +12,15 @@ import numpy as np
 import torch
 import transformers
 
+from megarl.engines.interface import Pulse
 from megarl.parallel.reshard.boxes import ZEROS
-from megarl.rollout.config import EngineConfig
-from megarl.rollout.inference_engine import Pulse
+from megarl.settings.rollout import EngineConfig
 from megarl.types import Segment, TokenArrays
-from megarl.weight_sync.bucket_receiver import BucketReceiver, InitInfo
+from megarl.weights.bucket_receiver import BucketReceiver, InitInfo
 
 
 class TransformersEngine:
-    """See `megarl.rollout.inference_engine.InferenceEngine`."""
+    """See `megarl.engines.interface.InferenceEngine`."""
 
     def __init__(
         self, *, model: str, config: EngineConfig, stop_token_ids: list[int], **others: Any

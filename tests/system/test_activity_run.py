@@ -10,7 +10,7 @@ from typing import Any
 from support.commands import finish, megarl, start, tiny_run, until, write_recipe
 from support.tiny import write_model
 
-from megarl.activity.files import read_traces
+from megarl.system.trace_files import read_traces
 
 STEPS = 12
 STOPS = """
@@ -18,7 +18,7 @@ import signal, sys, threading, time
 from pathlib import Path
 import psutil
 from support.fork_server import below
-from megarl.weight_sync.transports.shared_memory import Sender
+from megarl.weights.transports.shared_memory import Sender
 
 plain, calls, recipe = Sender.begin, [], Path(sys.argv[2])
 

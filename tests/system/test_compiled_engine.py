@@ -20,7 +20,7 @@ from support import own_engines
 from support.engine_side import BOUND, Side, gap, mean_gap, opened
 from support.tiny import VOCABULARY, write_model
 
-from megarl.rollout.config import EngineConfig
+from megarl.settings.rollout import EngineConfig
 
 pytestmark = pytest.mark.slow
 

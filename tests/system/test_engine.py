@@ -22,10 +22,10 @@ from support.engine_side import BOUND, PlainPolicy, Side, gap, mean_gap, opened,
 from support.tiny import write_model
 
 from megarl.data.tokenizer import load_tokenizer
-from megarl.rollout.config import EngineConfig, Sampling
-from megarl.rollout.engine import UNPUBLISHED
-from megarl.weight_sync import checksums
-from megarl.weight_sync.config import WeightSyncConfig
+from megarl.engines.vllm_engine import UNPUBLISHED
+from megarl.settings.rollout import EngineConfig, Sampling
+from megarl.settings.weight_sync import WeightSyncConfig
+from megarl.weights import checksums
 
 KINDS = {
     "qwen2, tied": dict(kind="qwen2", tied=True),

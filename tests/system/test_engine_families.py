@@ -11,7 +11,7 @@ import pytest
 from support.engine_side import BOUND, gap, opened, publish_five_times
 from support.tiny import write_model
 
-from megarl.rollout.config import EngineConfig
+from megarl.settings.rollout import EngineConfig
 
 LOCAL = dict(tied=True, head_dim=32, sliding_window=16, query_pre_attn_scalar=20)
 OTHERS: dict[str, dict[str, Any]] = {

@@ -122,7 +122,7 @@ class Engine:
 
 def recorded(model: Any, tensors: dict[str, torch.Tensor]) -> list[dict[str, Any]] | str:
     """The table of one rank that is recorded from vLLM's loader, or why there is none."""
-    from megarl.cluster.recorded_table import rank_table
+    from megarl.weights.recorded_table import rank_table
 
     try:
         return rank_table(model, {name: tuple(one.shape) for name, one in tensors.items()})
@@ -165,7 +165,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import transformers
     from support.commands import finish, start
 
-    from megarl.cluster.process_env import engine_environment
+    from megarl.system.process_env import engine_environment
 
     folder = tmp_path_factory.mktemp("asked")
 
@@ -244,7 +244,7 @@ def test_a_bias_that_vllm_drops_is_refused(asked: Path) -> None:
 
 
 def test_a_degree_that_vllm_refuses_is_told(tmp_path: Path) -> None:
-    from megarl.cluster.recorded_table import recorded_table
+    from megarl.weights.recorded_table import recorded_table
 
     config = write_config(tmp_path, "qwen2", {"intermediate_size": 50})
     says = r"engines of rollout.engine.tensor 4: .* == 0 .*; set .* to a divisor"
@@ -256,8 +256,8 @@ def test_a_table_is_recorded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Not again for the same model elsewhere, but for another degree, or where a full disk has cut
     the file.
     """
-    from megarl.cluster import recorded_table as recorder
-    from megarl.weight_sync.parameters import plain_table, table_to_json
+    from megarl.weights import recorded_table as recorder
+    from megarl.weights.parameters import plain_table, table_to_json
 
     calls, shapes = list[tuple[str, int]](), {"a": (3, 4), "b": (5,)}
 
@@ -289,8 +289,8 @@ def test_vllm_takes_the_temperatures_of_the_range_and_no_others() -> None:
     """The recipe's range is vLLM's own: below it vLLM samples at another temperature in silence."""
     code = """
 from vllm import SamplingParams
-from megarl.config import EvaluationConfig
-from megarl.rollout.config import RolloutConfig
+from megarl.settings.config import EvaluationConfig
+from megarl.settings.rollout import RolloutConfig
 
 for kind in (RolloutConfig, EvaluationConfig):
     (allowed,) = kind.model_fields["temperature"].metadata

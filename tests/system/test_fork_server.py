@@ -14,7 +14,7 @@ import pytest
 from support import fork_server
 from support.commands import marked, start
 
-from megarl.cluster.process_env import prepare_environment
+from megarl.system.process_env import prepare_environment
 
 SAYS = """import os, signal, sys
 print(__name__, sys.argv[1:], os.getcwd(), os.environ["SAID"], sys.stdin.read(), "torch" in sys.modules)

@@ -15,7 +15,7 @@ from support.tiny import random_adapter, write_classifier, write_model
 
 from megarl.checkpoints.adapter_files import CONFIG, TENSORS
 from megarl.kernels.linear import ONEDNN
-from megarl.trainer.config import LoraConfig
+from megarl.settings.training import LoraConfig
 
 LAYOUT = {"layout": {"data": 1, "sequence": 2, "tensor": 2}, "zero_stage": 3}
 CLOSE = {

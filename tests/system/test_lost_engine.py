@@ -20,9 +20,9 @@ PHASES = """
 import os, signal, sys, time
 import psutil
 from support.fork_server import below
-from megarl.cluster.rollout_client import RolloutClient
-from megarl.console import say
-from megarl.weight_sync.publication import Publication
+from megarl.rollout.client import RolloutClient
+from megarl.system.console import say
+from megarl.weights.publication import Publication
 
 def called(title):
     return next(
@@ -105,7 +105,7 @@ def test_engines_die_and_hang_in_every_phase(tmp_path: Path) -> None:
 RAY = """
 import time
 import psutil, ray
-from megarl.cluster.ray_cluster import shut_down, started_processes
+from megarl.rollout.ray_cluster import shut_down, started_processes
 
 ray.init(address="local", include_dashboard=False, num_cpus=1, log_to_driver=False)
 named = {one[1]: " ".join(psutil.Process(one[1]).cmdline()) for one in started_processes()}
@@ -129,12 +129,12 @@ def test_a_raylet_that_hangs_does_not_keep_the_run_from_ending() -> None:
 SERVICE_DIES = """
 import asyncio, contextlib, os, signal, time
 import psutil, ray
-from megarl.cluster.engine_client import EngineClient
-from megarl.cluster.engines import EngineStarts
-from megarl.cluster.process_env import own_cluster_token
-from megarl.cluster.ray_cluster import Cluster, started_processes
-from megarl.cluster.service_process import ServiceActor
-from megarl.rollout.config import RolloutConfig
+from megarl.engines.client import EngineClient
+from megarl.engines.pool import EngineStarts
+from megarl.system.process_env import own_cluster_token
+from megarl.rollout.ray_cluster import Cluster, started_processes
+from megarl.rollout.service_process import ServiceActor
+from megarl.settings.rollout import RolloutConfig
 
 class Environment:
     async def start(self): pass

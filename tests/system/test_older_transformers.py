@@ -18,7 +18,7 @@ from support.tiny import write_model
 
 from megarl.checkpoints.export import write_description
 from megarl.data.tokenizer import load_tokenizer
-from megarl.trainer.config import ModelConfig
+from megarl.settings.training import ModelConfig
 from megarl.trainer.loading import load_model
 
 OLDER = os.environ.get("TRANSFORMERS_4_PYTHON", "")

@@ -13,8 +13,8 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster as Nodes
 
-from megarl.cluster.placement import RankPlace, own_seats, shared_seats
-from megarl.cluster.process_env import own_cluster_token, prepare_environment
+from megarl.system.placement import RankPlace, own_seats, shared_seats
+from megarl.system.process_env import own_cluster_token, prepare_environment
 
 GPUS = 2
 HERE = socket.gethostname()
@@ -39,8 +39,8 @@ def two_nodes() -> Iterator[None]:
 
 ANOTHER_RAY = """
 import os, psutil, ray
-from megarl.cluster.ray_cluster import start_ray
-from megarl.private_folder import run_folder
+from megarl.rollout.ray_cluster import start_ray
+from megarl.system.private_folder import run_folder
 running = run_folder()
 folder = running.__enter__()
 start_ray(folder, num_cpus=1, include_dashboard=False, logging_level="ERROR")

@@ -18,7 +18,7 @@ from support.ranks import run_ranks
 from support.tiny import random_adapter, write_classifier, write_model
 
 from megarl.data.tokenizer import load_tokenizer
-from megarl.trainer.config import LoraConfig
+from megarl.settings.training import LoraConfig
 
 TWO_RANKS = {"layout": {"data": 1, "sequence": 2}, "zero_stage": 1}
 
@@ -103,7 +103,7 @@ def start(place: Path) -> dict[str, Any]:
 def scored(folder: str, texts: list[list[int]]) -> list[float]:
     """On a rank: the scores of texts, given as token ids, by the reward model in `folder`."""
     from megarl.apps.tune.text_scores import TextScorer
-    from megarl.trainer.config import ModelConfig, TrainingConfig
+    from megarl.settings.training import ModelConfig, TrainingConfig
 
     scorer = TextScorer(
         ModelConfig(path=folder),

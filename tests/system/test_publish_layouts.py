@@ -38,19 +38,19 @@ def publishes(folder: str, transports: list[str], zero_stage: int) -> list[dict[
     from support.rollouts import dealt
     from transformers import AutoConfig
 
-    from megarl.cluster.process_env import own_cluster_token, prepare_environment
-    from megarl.cluster.ray_cluster import Cluster
-    from megarl.cluster.recorded_table import recorded_table
-    from megarl.objectives.config import AlgorithmConfig
     from megarl.parallel import mesh as mesh_module
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh
-    from megarl.rollout.config import EngineConfig
-    from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
+    from megarl.rollout.ray_cluster import Cluster
+    from megarl.settings.objectives import AlgorithmConfig
+    from megarl.settings.rollout import EngineConfig
+    from megarl.settings.training import ModelConfig, OptimizerConfig, TrainingConfig
+    from megarl.settings.weight_sync import WeightSyncConfig
+    from megarl.system.process_env import own_cluster_token, prepare_environment
     from megarl.types import Samples
-    from megarl.weight_sync.config import WeightSyncConfig
-    from megarl.weight_sync.probe import Probe
-    from megarl.weight_sync.publisher import Publisher
+    from megarl.weights.probe import Probe
+    from megarl.weights.publisher import Publisher
+    from megarl.weights.recorded_table import recorded_table
 
     prepare_environment(1)
     torch.set_num_threads(1)
@@ -160,7 +160,7 @@ CASES = {
 def test_engines_compute_with_the_weights_of_every_version(case: str, tmp_path: Path) -> None:
     from transformers import AutoConfig
 
-    from megarl.cluster.recorded_table import recorded_table
+    from megarl.weights.recorded_table import recorded_table
 
     kind, transports, zero_stage = CASES[case]
     folder = write_model(tmp_path / "model", **kind)

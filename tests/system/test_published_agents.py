@@ -18,8 +18,8 @@ from support.commands import ROOT
 from support.documented import blocks_of
 
 from megarl.apps.gateway.agent_kit import AgentKit
-from megarl.environments.config import EnvironmentConfig
 from megarl.environments.session import Observation
+from megarl.settings.environments import EnvironmentConfig
 from megarl.types import Prompt
 
 

@@ -17,7 +17,7 @@ from support.real import LORA, by_transformers, documents, merge, real_folder
 from support.tiny import random_adapter
 
 from megarl.checkpoints.adapter_files import PREFIX, TENSORS
-from megarl.rollout.config import EngineConfig
+from megarl.settings.rollout import EngineConfig
 
 
 @pytest.mark.real

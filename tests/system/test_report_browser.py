@@ -19,8 +19,8 @@ from support.report_page import Page
 
 from megarl.apps.runs.report import main as report_command
 from megarl.apps.runs.report import write_report
-from megarl.observe.config import ObserveConfig
 from megarl.observe.observer import Observer
+from megarl.settings.observe import ObserveConfig
 from megarl.types import StepReport
 
 OPTIONS = [

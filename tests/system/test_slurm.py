@@ -22,7 +22,7 @@ from support.commands import megarl, records, tiny_run, write_recipe
 from support.slurm import Cluster, missing
 from support.tiny import write_model
 
-from megarl.activity.files import read_traces
+from megarl.system.trace_files import read_traces
 
 pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(1200)]
 LAST = 10**6

@@ -16,19 +16,19 @@ from pathlib import Path
 import pytest
 from support.commands import ROOT, started, until
 
-from megarl.activity import spans
-from megarl.activity.files import ProcessTrace, newest_traces, read_traces
-from megarl.activity.process import condition, start_of
-from megarl.activity.spans import Event, Recording, Requests, TraceWriter, activity, step_begins
 from megarl.apps.runs import status as status_command
 from megarl.apps.runs.status import main as status
 from megarl.apps.runs.status import stacks_of
 from megarl.checkpoints import lease
 from megarl.errors import UserError
+from megarl.system import spans
+from megarl.system.process_state import condition, start_of
+from megarl.system.spans import Event, Recording, Requests, TraceWriter, activity, step_begins
+from megarl.system.trace_files import ProcessTrace, newest_traces, read_traces
 
 BEGIN = """
 import ctypes, os, signal, sys, time
-from megarl.activity.spans import Recording, activity, step_begins
+from megarl.system.spans import Recording, activity, step_begins
 close = Recording(sys.argv[1], "run").open(sys.argv[2])
 """
 """Beginning of the program of another process of a run."""

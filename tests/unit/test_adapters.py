@@ -25,19 +25,19 @@ from support.chat_templates import CHATML, FAMILIES, tokenizer_of
 from support.commands import ROOT
 from support.documented import block
 
-from megarl import config
 from megarl.apps.adapters.packages import PINNED, package
-from megarl.chat_template import ChatTemplate
-from megarl.config import RunConfig
-from megarl.data.config import PromptsConfig
+from megarl.data.chat_template import ChatTemplate
 from megarl.data.rows import read_rows
 from megarl.data.source import PromptList, load_prompts
 from megarl.environments.codec import Codec
-from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scoring import Environment
 from megarl.environments.verifiers import load_session, load_verifier
 from megarl.environments.workers import Workers
-from megarl.lookup import AGENTS, SESSIONS, SOURCES
+from megarl.settings import config
+from megarl.settings.config import RunConfig
+from megarl.settings.data import PromptsConfig
+from megarl.settings.environments import EnvironmentConfig
+from megarl.system.lookup import AGENTS, SESSIONS, SOURCES
 from megarl.types import Prompt
 
 

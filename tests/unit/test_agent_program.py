@@ -28,11 +28,11 @@ from megarl.apps.gateway.agent_program import (
     check_command,
     run_agent_program,
 )
-from megarl.config import RunConfig, read
-from megarl.config_checks import with_hidden
-from megarl.environments.config import EnvironmentConfig
 from megarl.environments.isolation import has_filters, landlock_version
 from megarl.environments.session import Answer
+from megarl.settings.combinations import with_hidden
+from megarl.settings.config import RunConfig, read
+from megarl.settings.environments import EnvironmentConfig
 from megarl.types import Prompt
 
 PROMPT = Prompt(3, "1+2", [], "3", {"answer": "3", "topic": "sums"})

@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megarl.objectives.advantages import ADVANTAGES, check_rewards
-from megarl.objectives.config import AlgorithmConfig, CorrectionConfig, KLConfig
 from megarl.objectives.corrections import (
     CORRECTIONS,
     WEIGHT_SUMS,
@@ -33,6 +32,7 @@ from megarl.objectives.corrections import (
 )
 from megarl.objectives.kl import KL_ESTIMATORS, KLControl
 from megarl.objectives.losses import AGGREGATIONS, LOSSES
+from megarl.settings.objectives import AlgorithmConfig, CorrectionConfig, KLConfig
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
 # Settings of several losses and aggregations, which no recipe has together.

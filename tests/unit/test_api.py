@@ -16,16 +16,17 @@ import yaml
 from support.commands import ROOT, python, records, until
 
 import megarl
-from megarl import KeptEngines, RunConfig, Trainer, api, config, load_recipe, open_run
-from megarl.environments.config import EnvironmentConfig
+from megarl import KeptEngines, RunConfig, Trainer, api, load_recipe, open_run
 from megarl.environments.user_code import function_of
 from megarl.environments.verifiers import load_functions
-from megarl.schema import Config
+from megarl.settings import config
+from megarl.settings.environments import EnvironmentConfig
+from megarl.settings.schema import Config
 
 RUN = """
 import json, signal, sys, time
 from pathlib import Path
-from megarl.config import RunConfig, read
+from megarl.settings.config import RunConfig, read
 from megarl.observe.observer import Observer
 from megarl.types import StepReport
 
@@ -261,7 +262,7 @@ except ValueError as error:
 # ------------------------------------------------------------------------ engines that stay
 
 KEEPER = """
-if "megarl.cluster.keeper" in sys.argv:
+if "megarl.rollout.keeper" in sys.argv:
     import signal
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
     if "fails" in open(sys.argv[-1]).read():
@@ -498,5 +499,6 @@ def test_what_is_wrong_is_said_and_nothing_is_written(
 def test_only_public_names_are_shown() -> None:
     assert dir(megarl) == sorted(megarl.__all__)
     assert all(
-        getattr(megarl, name).__module__ in ("megarl.api", "megarl.config") for name in dir(megarl)
+        getattr(megarl, name).__module__ in ("megarl.api", "megarl.settings.config")
+        for name in dir(megarl)
     )

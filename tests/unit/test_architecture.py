@@ -12,23 +12,20 @@ from support.commands import ROOT, python
 
 from megarl.command_line.table import COMMANDS, TASKS
 from megarl.environments.verifiers import VERIFIERS
-from megarl.lookup import AGENTS, OF_APPS, SESSIONS, SOURCES
+from megarl.system.lookup import AGENTS, OF_APPS, SESSIONS, SOURCES
 
 LAYERS = (
-    {"errors", "files", "host_memory", "limits", "peer_names", "quick_imports", "types"},
-    {"schema"},
-    {"control_tokens"},
-    {"turn_ends"},
-    {"chat_template", "lookup", "recipe_file", "recipe_paths", "third_party"},
-    {"console"},
-    {"activity", "private_folder", "signals"},
+    {"errors", "types"},
+    {"system"},
+    {"settings"},
     {"kernels", "parallel"},
-    {"data", "environments", "ledger", "objectives", "observe", "weight_sync"},
-    {"rollout", "checkpoints"},
+    {"data", "ledger", "objectives", "observe", "weights"},
+    {"environments", "checkpoints"},
+    {"engines"},
+    {"rollout"},
     {"trainer"},
-    {"cluster"},
     {"checks"},
-    {"loops"},
+    {"run"},
     {"apps"},
     {"command_line", "python"},
     {"cli", "api"},
@@ -36,15 +33,12 @@ LAYERS = (
 )
 """From the lowest: a package imports from its own and from lower layers only, and packages of one
 layer do not import each other."""
-ANYWHERE = {"config", "config_checks", "presets", "serve_config"}
-"""`megarl.config`, its parts, and every package's `config` module: importable from every package but `kernels`
-and `parallel`, since they import nothing but `limits`, `schema`, `recipe_file`, `recipe_paths` and each other."""
 APP_USES_APP = {("doctor", "verifiers"), ("gateway", "tools")}
 """(an app, another that it imports): the doctor starts the sandbox of programs, and the gateway reads tool
 calls and writes turns as tools do. All other apps are independent of each other."""
-MAY_CALL_TORCH_DISTRIBUTED = {"parallel", "weight_sync"}
+MAY_CALL_TORCH_DISTRIBUTED = {"parallel", "weights"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 80
-TRANSPORTS = "megarl.weight_sync.transports."
+TRANSPORTS = "megarl.weights.transports."
 MAY_REPEAT = {
     **{"main": "megarl.", "Sender": TRANSPORTS, "Receiver": TRANSPORTS},
     **dict.fromkeys(("statistics", "gradient_"), "megarl.kernels.logprobs_"),
@@ -106,7 +100,7 @@ def level(name: str) -> int:
 
 
 def test_every_package_has_a_layer() -> None:
-    known = set().union(*LAYERS) | ANYWHERE | {"__init__"}
+    known = set().union(*LAYERS) | {"__init__"}
     assert {package(name) for name in modules()} == known
 
 
@@ -120,14 +114,6 @@ def test_imports_go_down() -> None:
         for name in imported(path) & set(files):
             other = package(name)
             if other in (mine, "__init__"):
-                continue
-            if other in ANYWHERE or name.endswith(".config"):
-                if mine in ("kernels", "parallel", "schema", "types", "errors"):
-                    wrong.append((module, name))
-                continue
-            if mine in ANYWHERE:
-                if other not in ("limits", "schema", "recipe_file", "recipe_paths"):
-                    wrong.append((module, name))
                 continue
             if level(other) >= level(mine):
                 wrong.append((module, name))
@@ -159,7 +145,7 @@ def test_no_import_cycles() -> None:
 
 def test_the_core_imports_no_app() -> None:
     """Neither at the top of a module nor in a function nor for types; what the core needs of an app
-    it looks up by name (`megarl.lookup`).
+    it looks up by name (`megarl.system.lookup`).
     """
     wrong = [
         (module, name)
@@ -173,7 +159,7 @@ def test_the_core_imports_no_app() -> None:
 
 def test_apps_are_named_in_tables_only() -> None:
     """An app's module as a string of the core is in one of the tables of names."""
-    tables = {"megarl.lookup", "megarl.command_line.table", "megarl.environments.verifiers"}
+    tables = {"megarl.system.lookup", "megarl.command_line.table", "megarl.environments.verifiers"}
     named = {
         module
         for module, path in modules().items()
@@ -267,7 +253,7 @@ os._exit(wrong)
 """
 
 
-def test_only_parallel_and_weight_sync_call_torch_distributed() -> None:
+def test_only_parallel_and_weights_call_torch_distributed() -> None:
     users = {
         package(name)
         for name, path in modules().items()
@@ -299,9 +285,9 @@ def test_files_and_functions_stay_short() -> None:
 
 
 @pytest.mark.parametrize(("imported", "heavy"), [
-    ("megarl.config, megarl.cli", "torch ray vllm deepspeed transformers"),
+    ("megarl.settings.config, megarl.cli", "torch ray vllm deepspeed transformers"),
     # It starts while engines and trainer ranks need the CPU.
-    ("megarl.cluster.service_process", "torch vllm deepspeed transformers"),
+    ("megarl.rollout.service_process", "torch vllm deepspeed transformers"),
 ])  # fmt: skip
 def test_what_starts_often_is_light(imported: str, heavy: str) -> None:
     code = f"import sys, {imported}; print([m for m in '{heavy}'.split() if m in sys.modules])"

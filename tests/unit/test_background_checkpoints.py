@@ -17,13 +17,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from megarl import host_memory
 from megarl.checkpoints import rank_files
 from megarl.checkpoints.background import Writing, reports_of
 from megarl.checkpoints.checkpoint import Checkpoints
 from megarl.checkpoints.lease import Lease
 from megarl.checkpoints.manifest import file_digest, remove_unfinished
 from megarl.checkpoints.rank_files import RankFiles
+from megarl.system import host_memory
 
 
 def filled(files: RankFiles) -> None:

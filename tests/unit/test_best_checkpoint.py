@@ -14,9 +14,9 @@ from support.tiny import sft_config
 from megarl.api import Result
 from megarl.apps.runs.chat import model_of
 from megarl.checkpoints.checkpoint import Checkpoints
-from megarl.config import PreferenceConfig, RunConfig
 from megarl.errors import UserError
 from megarl.observe.observer import EVALUATIONS
+from megarl.settings.config import PreferenceConfig, RunConfig
 
 NAN = float("nan")
 

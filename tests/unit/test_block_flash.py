@@ -19,7 +19,7 @@ from support.block_pairs import LAYOUTS, LONG, compare
 from support.sequence_cases import CPU, TOLERANCE, Case, assert_close, cases, dense, split_attention
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megarl.kernels import block_flash, pieces
+from megarl.kernels import block_flash, mask_regions
 from megarl.kernels.attention_plan import BLOCKS
 from megarl.kernels.block import Positions
 from megarl.kernels.block_flash import FlashOperator
@@ -99,11 +99,11 @@ def replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_flash, "_check", lambda *_: None)
 
 
-@pytest.mark.parametrize("small", [0, pieces.SMALL_SCORES])
+@pytest.mark.parametrize("small", [0, mask_regions.SMALL_SCORES])
 def test_any_rows_equal_dense_attention(
     replaced: None, monkeypatch: pytest.MonkeyPatch, small: int
 ) -> None:
-    monkeypatch.setattr(pieces, "SMALL_SCORES", small)
+    monkeypatch.setattr(mask_regions, "SMALL_SCORES", small)
 
     @settings(max_examples=25, deadline=None, derandomize=True)
     @given(cases())

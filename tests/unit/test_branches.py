@@ -22,7 +22,7 @@ from megarl.apps.runs.show_rollouts import lines
 from megarl.parallel.prefix_balance import FamilyBalance
 from megarl.rollout.batch_files import batch_file, read_batch, write_batch
 from megarl.rollout.transcripts import turns
-from megarl.trainer.config import SharePrefix
+from megarl.settings.training import SharePrefix
 from megarl.trainer.packing import pack
 from megarl.trainer.prefixes import must_save, saved_tokens, shareable, sizes_of, tree_of
 from megarl.types import COLUMNS, Group, MicroBatch, Prompt, Rollout, Samples, Segment, Verdict

@@ -13,10 +13,10 @@ import torch
 from support.ranks import run_ranks
 from support.tiny import sft_config
 
-from megarl.config import RunConfig, dump
 from megarl.observe.observer import EVALUATIONS
-from megarl.schema import Config
-from megarl.trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
+from megarl.settings.config import RunConfig, dump
+from megarl.settings.schema import Config
+from megarl.settings.training import ModelConfig, OptimizerConfig, TrainingConfig
 from megarl.trainer.context import other_settings, rounding_line, steps_until_half_change
 
 

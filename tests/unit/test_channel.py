@@ -19,15 +19,15 @@ import zmq
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from support.rollouts import requested, segment
 
-from megarl.activity.spans import Requests
-from megarl.cluster import channel as channel_module
-from megarl.cluster.channel import Channel, ChannelActor, ChannelPlace, Remote, packed
-from megarl.cluster.remote import GenerateRequest, RemoteEngine
+from megarl.engines import channel as channel_module
+from megarl.engines.channel import Channel, ChannelActor, ChannelPlace, Remote, packed
+from megarl.engines.interface import Pauses
+from megarl.engines.remote import GenerateRequest, RemoteEngine
 from megarl.errors import EngineLost, EngineUnreachable
-from megarl.rollout.config import RolloutConfig
-from megarl.rollout.inference_engine import Pauses
 from megarl.rollout.requests import EnginePool
-from megarl.schema import replace
+from megarl.settings.rollout import RolloutConfig
+from megarl.settings.schema import replace
+from megarl.system.spans import Requests
 from megarl.types import Prompt, Segment
 
 PROMPT = Prompt(3, "p", [1, 2], "a")
@@ -292,7 +292,7 @@ async def test_strangers_are_not_heard(knows: str) -> None:
 ACTOR = """
 import asyncio, sys
 sys.path.insert(0, sys.argv[1])
-from megarl.cluster.channel import ChannelActor, ChannelPlace
+from megarl.engines.channel import ChannelActor, ChannelPlace
 
 class Doubles(ChannelActor):
     async def serve(self, request):

@@ -24,21 +24,21 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from megarl.apps.serve.judge import JudgePrompt
 from megarl.apps.tools.markup import TurnMarkup
-from megarl.chat_template import end_of_turn, without_end
 from megarl.checks.model_checks import stop_tokens
-from megarl.config import RunConfig, from_tree
-from megarl.data.config import (
-    DemonstrationsConfig,
-    PreferencesConfig,
-    PromptsConfig,
-    PromptSourceConfig,
-)
+from megarl.data.chat_template import end_of_turn, without_end
 from megarl.data.demonstrations import load_demonstrations
 from megarl.data.preferences import load_preferences
 from megarl.data.source import load_prompts
 from megarl.data.tokens import scored_tokens
 from megarl.environments.codec import Codec
-from megarl.trainer.config import ModelConfig
+from megarl.settings.config import RunConfig, from_tree
+from megarl.settings.data import (
+    DemonstrationsConfig,
+    PreferencesConfig,
+    PromptsConfig,
+    PromptSourceConfig,
+)
+from megarl.settings.training import ModelConfig
 from megarl.trainer.model_config import load_model_config
 
 SECTIONS = {

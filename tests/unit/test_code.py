@@ -26,9 +26,9 @@ from megarl.apps.verifiers.code.code_tests import (
 from megarl.apps.verifiers.code.code_verifier import check_rows, code, say_protection
 from megarl.apps.verifiers.code.program_server import decode, encode
 from megarl.apps.verifiers.code.sandbox import Sandbox
-from megarl.environments.code_config import CodeConfig
-from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scores import BadScore, Score
+from megarl.settings.code import CodeConfig
+from megarl.settings.environments import EnvironmentConfig
 from megarl.types import Prompt
 
 Verify = Callable[[dict[str, Any], str], Score]

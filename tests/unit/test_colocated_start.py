@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megarl.config import RunConfig, read
-from megarl.loops import rl_setup
+from megarl.run import build
+from megarl.settings.config import RunConfig, read
 
 RECIPE = Path(__file__).resolve().parents[2] / "launch/recipes/quickstart.yaml"
 
@@ -69,8 +69,8 @@ def test_what_has_happened_when_the_engines_start(
         "start_generation": start,
     }
     for name, value in replaced.items():
-        monkeypatch.setattr(rl_setup, name, value)
+        monkeypatch.setattr(build, name, value)
     inputs: Any = SimpleNamespace(held_out=None, roles={})
     with pytest.raises(Started):
-        rl_setup.build(context, config, inputs)
+        build.build(context, config, inputs)
     assert happened == before

@@ -12,7 +12,6 @@ import torch
 
 from megarl.ledger.events import Rejected, from_record
 from megarl.objectives.advantages import ADVANTAGES
-from megarl.objectives.config import AlgorithmConfig, CorrectionConfig
 from megarl.objectives.corrections import CORRECTIONS
 from megarl.objectives.losses import AGGREGATIONS
 from megarl.parallel.layout import Layout
@@ -22,6 +21,7 @@ from megarl.parallel.sequence import zigzag_document
 from megarl.parallel.tensor import Shard
 from megarl.rollout.dispatch.contract import Limits
 from megarl.rollout.dispatch.ordered import Ordered
+from megarl.settings.objectives import AlgorithmConfig, CorrectionConfig
 from megarl.types import START
 
 PAGES = sorted((Path(__file__).resolve().parents[2] / "docs" / "concepts").glob("*.md"))

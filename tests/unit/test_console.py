@@ -19,9 +19,10 @@ import psutil
 import pytest
 from support.commands import ROOT, python, until
 
-from megarl import cli, console, signals
+from megarl import cli
 from megarl.errors import ProcessLost, UserError
-from megarl.loops.evaluate import shown
+from megarl.run.evaluate import shown
+from megarl.system import console, signals
 
 NOISE = """
 import os, subprocess, sys
@@ -34,7 +35,7 @@ LINES = ("printed by a library", "written in C", "a warning", "by a child", "its
 
 
 def run(code: str, folder: Path, **settings: Any) -> subprocess.CompletedProcess[str]:
-    head = "from megarl import console, signals\nfrom megarl.errors import UserError\n"
+    head = "from megarl.system import console, signals\nfrom megarl.errors import UserError\n"
     head += "from pathlib import Path\nimport sys\n"
     return python("-c", head + code, str(folder), **settings)
 
@@ -187,7 +188,7 @@ def test_a_second_signal_ends_at_once(handlers: object, monkeypatch: pytest.Monk
 
 PROGRAM = """
 import signal, sys, threading, time
-from megarl import signals
+from megarl.system import signals
 
 signals.guard(0.5)
 signals.save_within(signals.SAVE_WITHIN_S + float(sys.argv[1]))
@@ -251,7 +252,7 @@ def test_a_signal_at_the_start_ends_a_command_with_one_line(
     arguments, module = [command], cli.COMMANDS[command].run.partition(":")[0]
     if command in RECIPES:
         arguments.append(f"launch/recipes/{RECIPES[command]}.yaml")
-        module = "megarl.config"
+        module = "megarl.settings.config"
     if command == "replay":
         module = "megarl.apps.runs.command_checks"
     if command in ("replay", "ledger", "report", "status"):
@@ -332,7 +333,7 @@ def test_operators_are_built_and_found_with_the_same_programs(
     beside = str(Path(sys.executable).parent)
     path = os.pathsep.join([*([beside] if activated else []), str(tmp_path), os.environ["PATH"]])
     code = """
-from megarl.cluster.process_env import prepare_environment
+from megarl.system.process_env import prepare_environment
 import os, shutil
 os.environ.pop("TORCH_EXTENSIONS_DIR", None)
 prepare_environment(1)

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.parallel.reshard.boxes import Box
-from megarl.weight_sync import checksums as digests
-from megarl.weight_sync.checksums import _on_device, _seed, carry, digest, signed
+from megarl.weights import checksums as digests
+from megarl.weights.checksums import _on_device, _seed, carry, digest, signed
 
 MODULO = 2**64
 EXAMPLES = settings(max_examples=60, deadline=None, derandomize=True)

@@ -23,10 +23,10 @@ from megarl.ledger.events import Carried, Dispatched, Rejected, from_record
 from megarl.ledger.journal import FILE, Reader
 from megarl.ledger.recorder import Recorder
 from megarl.rollout.batch import SharePlan
-from megarl.rollout.config import DynamicSamplingConfig, RolloutConfig
 from megarl.rollout.dispatch.contract import Batch, DispatchPolicy, Limits
 from megarl.rollout.dispatch.policy_table import POLICIES, limits_of, refusal
 from megarl.rollout.service import RolloutService, by_version
+from megarl.settings.rollout import DynamicSamplingConfig, RolloutConfig
 from megarl.types import START, Cursor, Group, Prompt, Rollout, Segment, Verdict
 
 # ------------------------------------------------------------------------------- state machines

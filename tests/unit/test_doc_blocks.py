@@ -27,10 +27,11 @@ import setuptools  # noqa: F401 - before pip's parser, after which it cannot be 
 from support.commands import ROOT
 from support.documented import PAGES, Block, blocks_of
 
-from megarl import cli, config
+from megarl import cli
 from megarl.command_line.table import COMMANDS
 from megarl.command_line.words import parse, refuse_unknown
 from megarl.errors import UserError
+from megarl.settings import config
 
 EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 LANGUAGES = ("", "bash", "js", "json", "python", "yaml")

@@ -13,11 +13,11 @@ import pytest
 from support.commands import python
 from support.documented import PAGES
 
-from megarl import config
 from megarl.command_line.settings import settings
 from megarl.command_line.table import COMMANDS
-from megarl.config import RunConfig
-from megarl.recipe_file import has_key
+from megarl.settings import config
+from megarl.settings.config import RunConfig
+from megarl.settings.recipe_file import has_key
 
 ROOT = Path(__file__).resolve().parents[2]
 EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

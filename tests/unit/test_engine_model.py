@@ -19,7 +19,7 @@ from transformers import (
 
 from megarl.checks.engine_checks import check_engine_model
 from megarl.checks.model_checks import unused_weights
-from megarl.trainer.config import ModelConfig
+from megarl.settings.training import ModelConfig
 from megarl.trainer.model_config import config_problem
 
 

@@ -23,17 +23,17 @@ from support.environments import PROMPT, ask, opened, run, together
 
 from megarl.apps.verifiers.notation import plain_number
 from megarl.checks.verifier_trial import check_verifier
-from megarl.environments.config import EnvironmentConfig, OverlongConfig, RemoteConfig
 from megarl.environments.isolation import MOVES_SINCE, SCOPES_SINCE, landlock_version
 from megarl.environments.scoring import Environment, overlong_penalty
-from megarl.environments.verifier_config import (
+from megarl.environments.verifiers import VERIFIERS
+from megarl.settings.environments import EnvironmentConfig, OverlongConfig, RemoteConfig
+from megarl.settings.verifiers import (
     ChoiceConfig,
     FormatConfig,
     JsonSchemaConfig,
     LengthConfig,
     RegexConfig,
 )
-from megarl.environments.verifiers import VERIFIERS
 from megarl.types import Prompt, Verdict
 
 OWN = """
@@ -295,7 +295,7 @@ async def test_closing_ends_workers_and_requests_in_flight(own: str, tmp_path: P
 
 ORPHANED = """
 import asyncio, sys
-from megarl.environments.config import EnvironmentConfig
+from megarl.settings.environments import EnvironmentConfig
 from megarl.environments.scoring import Environment
 from megarl.types import Prompt
 
@@ -465,7 +465,7 @@ def test_a_verifier_cannot_look_into_other_processes(tmp_path: Path, isolate: bo
 def test_an_isolated_process_can_use_the_sandbox(tmp_path: Path) -> None:
     """A mixture of a user's verifier and `code`: mounts in namespaces go on working."""
     program = """
-from megarl.environments.code_config import CodeConfig
+from megarl.settings.code import CodeConfig
 from megarl.environments.isolation import enter_own_domain
 from megarl.apps.verifiers.code.sandbox import Sandbox
 assert enter_own_domain(mounts=True)

@@ -14,11 +14,12 @@ import make_programs
 import pytest
 from make_programs import compiled, from_left, mistaken
 
-from megarl import RunConfig, SftConfig, config
+from megarl import RunConfig, SftConfig
 from megarl.apps.tune.supervised_checks import check_sft
 from megarl.apps.verifiers.code.code_verifier import code
 from megarl.checks.preflight import check_run
 from megarl.environments.scores import Score
+from megarl.settings import config
 from megarl.types import Prompt
 
 ROOT = Path(__file__).resolve().parents[2]

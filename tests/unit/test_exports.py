@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from megarl.checkpoints.export import with_older_keys, write_description
 from megarl.data.tokenizer import load_tokenizer
-from megarl.trainer.config import ModelConfig
+from megarl.settings.training import ModelConfig
 from megarl.trainer.loading import empty_model
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}

@@ -20,13 +20,13 @@ from support.tiny import write_tokenizer
 
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.codec import Codec
-from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scoring import Environment
 from megarl.kernels.block import Positions
 from megarl.kernels.block_reference import reference_attention
 from megarl.kernels.logprobs import BACKENDS, linear_logprobs
 from megarl.kernels.sequence_attention import TRANSPORTS, AttentionPlan, sequence_attention
 from megarl.parallel.sequence import cut
+from megarl.settings.environments import EnvironmentConfig
 from megarl.types import Prompt, Verdict
 
 

@@ -17,15 +17,15 @@ import pytest
 from support.tiny import sft_config
 
 from megarl import cli
-from megarl.activity.files import read_traces
 from megarl.apps.runs.report import write_report
 from megarl.apps.tune.reference_scores import read_scores, write_scores
 from megarl.checkpoints import lease, manifest
 from megarl.checks.folder_checks import check_writable, owned_folder
 from megarl.errors import UserError
-from megarl.files import refuse_unfit, remove_folder
 from megarl.ledger.journal import Reader
 from megarl.observe.sinks import read_records
+from megarl.system.files import refuse_unfit, remove_folder
+from megarl.system.trace_files import read_traces
 
 DEEP = "[" * 200_000
 OWNER = ".owner.json"

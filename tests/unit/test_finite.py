@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from megarl.checks.preflight import algorithm_warning
-from megarl.environments.config import EnvironmentConfig, OverlongConfig
 from megarl.errors import UserError
-from megarl.loops.evaluate import refuse_broken
-from megarl.objectives.config import AlgorithmConfig
 from megarl.parallel.mesh import Axis
-from megarl.trainer.config import OptimizerConfig
+from megarl.run.evaluate import refuse_broken
+from megarl.settings.environments import EnvironmentConfig, OverlongConfig
+from megarl.settings.objectives import AlgorithmConfig
+from megarl.settings.training import OptimizerConfig
 from megarl.trainer.finite import first_broken
 from megarl.trainer.step import EmptySteps
-from megarl.weight_sync.probe import Probe
+from megarl.weights.probe import Probe
 
 ALONE = Axis("world", 1, 0, (0,), None)
 NAN, INF = math.nan, math.inf

@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import OutOfMemoryError
 from support.commands import python
 
-from megarl.cluster.deaths import why_dead
+from megarl.system.deaths import why_dead
 
 FULL = """1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: {ip}, \
 ID: 138a) was 22.50GB used / 23.54GB limit (0.955)
@@ -55,8 +55,8 @@ KILLED = """
 import os
 os.environ |= {"RAY_memory_usage_threshold": "0.01", "RAY_memory_monitor_refresh_ms": "100"}
 import ray
-from megarl.cluster.asking import ask
-from megarl.private_folder import run_folder
+from megarl.system.ray_calls import ask
+from megarl.system.private_folder import run_folder
 
 class Holds:
     def pulse(self):
@@ -88,7 +88,7 @@ OWNER = """
 import sys, time
 sys.path.insert(0, {folder!r})
 import core_target
-from megarl.rollout.engine_core import {context}
+from megarl.engines.vllm_core import {context}
 
 if __name__ == "__main__":
     process = {context}().Process(target=core_target.wait, name="EngineCore", kwargs={{"told": "x"}})

@@ -24,10 +24,10 @@ from megarl.apps.tools import forked
 from megarl.apps.tools.parsers import CallReader
 from megarl.apps.tools.tool import CallError
 from megarl.environments.codec import Codec
-from megarl.environments.config import EnvironmentConfig
 from megarl.environments.session import Answer, Observation
 from megarl.environments.user_calls import LimitExceeded
 from megarl.rollout.attempts import trained_part
+from megarl.settings.environments import EnvironmentConfig
 from megarl.types import Prompt, Segment, Verdict
 
 TOOL: Any = {

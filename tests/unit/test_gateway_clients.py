@@ -21,8 +21,8 @@ from support.agents import codec_of_characters
 
 from megarl.apps.gateway.agent_kit import AgentKit
 from megarl.environments.codec import Codec
-from megarl.environments.config import EnvironmentConfig
 from megarl.environments.session import Observation
+from megarl.settings.environments import EnvironmentConfig
 from megarl.types import Prompt
 
 FUNCTION: Any = {

@@ -17,11 +17,11 @@ import pytest
 
 from megarl.apps.launch.launch_plan import deal_gpus, make_launch_plan
 from megarl.apps.launch.launch_processes import Addresses, processes
-from megarl.cluster.placement import engine_bundle
-from megarl.cluster.process_env import RAY_SETTINGS, engine_environment
-from megarl.config import RunConfig, longest_request, read
-from megarl.console import Options
-from megarl.rollout.engine_arguments import engine_arguments
+from megarl.engines.vllm_arguments import engine_arguments
+from megarl.settings.config import RunConfig, longest_request, read
+from megarl.system.console import Options
+from megarl.system.placement import engine_bundle
+from megarl.system.process_env import RAY_SETTINGS, engine_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).with_name("golden")
@@ -59,7 +59,7 @@ def flat(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 def made(recipe: str, settings: dict[str, str], nodes: int, gpus: int) -> dict[str, Any]:
     """{setting: value} of a run."""
     from megarl.trainer.zero import deepspeed_config
-    from megarl.weight_sync.transports.p2p_group import WATCHDOG_OFF
+    from megarl.weights.transports.p2p_group import WATCHDOG_OFF
 
     path = ROOT / "launch" / "recipes" / f"{recipe}.yaml"
     words = [word for name, value in settings.items() for word in (f"--{name}", value)]

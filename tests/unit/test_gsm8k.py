@@ -21,11 +21,11 @@ from support.commands import write_rows
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megarl.data.config import PromptsConfig
 from megarl.data.rows import text_of
 from megarl.data.source import load_prompts
-from megarl.environments.config import EnvironmentConfig
 from megarl.environments.verifiers import Verifier, load_verifier
+from megarl.settings.data import PromptsConfig
+from megarl.settings.environments import EnvironmentConfig
 from megarl.types import Prompt
 
 NUM_PROBLEMS = 7_473 + 1_319

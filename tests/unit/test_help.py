@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from support.commands import ROOT, python
 
-from megarl import cli, config
+from megarl import cli
 from megarl.command_line.settings import settings
 from megarl.command_line.table import COMMANDS
 from megarl.command_line.words import refuse_unknown
 from megarl.errors import UserError
+from megarl.settings import config
 
 RECIPE = ROOT / "launch" / "recipes" / "grpo.yaml"
 

@@ -32,13 +32,13 @@ from megarl.apps.serve.judge import (
 from megarl.apps.serve.reward_server import Backend, RewardServer
 from megarl.apps.serve.serve_reward import check_serve_reward
 from megarl.apps.serve.served_models import ServedJudge
-from megarl.config import from_tree
 from megarl.data.tokenizer import load_tokenizer
-from megarl.environments.config import RewardServerConfig
 from megarl.environments.scores import BadScore, Outcome
 from megarl.errors import EngineLost
-from megarl.serve_config import JudgeConfig, ServeRewardConfig
-from megarl.trainer.config import ModelConfig
+from megarl.settings.config import from_tree
+from megarl.settings.environments import RewardServerConfig
+from megarl.settings.serve import JudgeConfig, ServeRewardConfig
+from megarl.settings.training import ModelConfig
 from megarl.types import Prompt
 
 # What the judge writes

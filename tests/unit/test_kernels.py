@@ -207,7 +207,7 @@ def test_flash_attention_4_may_return_more_than_torch_expects(
 
 
 def test_auto_is_the_default_and_torch_on_the_cpu() -> None:
-    from megarl.trainer.config import TrainingConfig
+    from megarl.settings.training import TrainingConfig
 
     assert TrainingConfig().attention == "auto"
     assert automatic_attention(torch.bfloat16, torch.device("cpu")) == ("torch", "no GPU")

@@ -14,8 +14,8 @@ from collections import Counter
 from fractions import Fraction
 from pathlib import Path
 
-from megarl.environments.config import EnvironmentConfig
 from megarl.environments.verifiers import load_verifier
+from megarl.settings.environments import EnvironmentConfig
 from megarl.types import Prompt
 
 LEAST = 0.99

@@ -19,12 +19,12 @@ import yaml
 from support.commands import ROOT, started, until
 
 from megarl import cli
-from megarl.activity.process import start_of
 from megarl.apps.launch import run_words
 from megarl.apps.launch.launch_plan import ProgramCommand
 from megarl.apps.launch.launch_processes import Addresses, Process
 from megarl.apps.launch.launch_run import Launcher, RunningProcess
-from megarl.config import (
+from megarl.errors import UserError
+from megarl.settings.config import (
     RunConfig,
     ServeRewardConfig,
     dump,
@@ -33,8 +33,8 @@ from megarl.config import (
     task_class,
     written_tree,
 )
-from megarl.errors import UserError
-from megarl.private_folder import marked_processes
+from megarl.system.private_folder import marked_processes
+from megarl.system.process_state import start_of
 
 SCRIPT = ROOT / "launch" / "dapo_14b.sh"
 RECIPES = sorted((ROOT / "launch" / "recipes").glob("*.yaml"))

@@ -11,10 +11,10 @@ import pytest
 from megarl.apps.launch.launch_plan import deal_cpu, deal_gpus, make_launch_plan
 from megarl.apps.launch.launch_processes import Addresses, processes, shown_commands
 from megarl.apps.launch.slurm import allocated_hosts, srun
-from megarl.cluster.process_env import RAY_SETTINGS
-from megarl.config import RunConfig, from_tree, read, task_class, written_tree
-from megarl.console import Options
-from megarl.signals import SHUTDOWN
+from megarl.settings.config import RunConfig, from_tree, read, task_class, written_tree
+from megarl.system.console import Options
+from megarl.system.process_env import RAY_SETTINGS
+from megarl.system.signals import SHUTDOWN
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "launch" / "recipes"

@@ -54,9 +54,9 @@ from megarl.ledger.journal import (
     position,
 )
 from megarl.ledger.recorder import Recorder
-from megarl.rollout.config import DynamicSamplingConfig, RolloutConfig
 from megarl.rollout.dispatch.policy_table import POLICIES
 from megarl.rollout.service import RolloutService
+from megarl.settings.rollout import DynamicSamplingConfig, RolloutConfig
 from megarl.types import START, Cursor, Prompt, Segment, Verdict
 
 # ------------------------------------------------------------------------------------- the journal

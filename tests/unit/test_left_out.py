@@ -18,19 +18,19 @@ from support.tiny import groups, write_tokenizer
 from megarl.checkpoints.group_files import read_groups, write_groups
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.codec import Codec
-from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scores import Score, add_up
 from megarl.environments.scoring import Environment
 from megarl.errors import UserError
 from megarl.ledger.events import Finished, from_record
 from megarl.ledger.recorder import NO_VERDICTS, Recorder
 from megarl.objectives.advantages import ADVANTAGES
-from megarl.objectives.config import AlgorithmConfig
 from megarl.objectives.losses import AGGREGATIONS
 from megarl.rollout.attempts import Attempts
-from megarl.rollout.config import DynamicSamplingConfig, RolloutConfig
 from megarl.rollout.evaluation import failure_warning, repeated_metrics
 from megarl.rollout.requests import EnginePool
+from megarl.settings.environments import EnvironmentConfig
+from megarl.settings.objectives import AlgorithmConfig
+from megarl.settings.rollout import DynamicSamplingConfig, RolloutConfig
 from megarl.types import Group, Prompt, Rollout, Segment, StepBatch, Verdict
 
 OWN = """

@@ -25,13 +25,13 @@ from megarl.checkpoints.progress import (
     write_progress,
 )
 from megarl.checks.model_checks import check_export, check_model, stop_tokens
-from megarl.config import PreferenceConfig
-from megarl.data.config import PreferencesConfig
-from megarl.schema import replace
-from megarl.trainer.config import LoraConfig, ModelConfig, TrainingConfig
+from megarl.settings.config import PreferenceConfig
+from megarl.settings.data import PreferencesConfig
+from megarl.settings.schema import replace
+from megarl.settings.training import LoraConfig, ModelConfig, TrainingConfig
 from megarl.trainer.heads import use_score_head
 from megarl.trainer.loading import check_weights, empty_model, generation_config, load_model
-from megarl.trainer.places import reference_adapter
+from megarl.trainer.role_placement import reference_adapter
 from megarl.trainer.weights import RandomWeights
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"

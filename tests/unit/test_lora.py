@@ -16,8 +16,8 @@ from support.tiny import adapter_shapes, random_adapter, write_adapter, write_mo
 
 from megarl.checkpoints.adapter_files import CONFIG, PREFIX, SCORE, TENSORS, read_adapter
 from megarl.checks.model_checks import adapter_warning, check_adapters
-from megarl.schema import replace
-from megarl.trainer.config import LoraConfig, ModelConfig, TrainingConfig
+from megarl.settings.schema import replace
+from megarl.settings.training import LoraConfig, ModelConfig, TrainingConfig
 from megarl.trainer.loading import empty_model
 from megarl.trainer.lora import A, Adapters, B, MergedWeights, chosen_layers, new_adapter
 

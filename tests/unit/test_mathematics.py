@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from megarl.apps.verifiers.expression import parse_expression
 from megarl.apps.verifiers.notation import plain_number
 from megarl.apps.verifiers.values import exact_value
-from megarl.environments.config import EnvironmentConfig
-from megarl.environments.verifier_config import MathConfig
 from megarl.environments.verifiers import Verifier, load_verifier
+from megarl.settings.environments import EnvironmentConfig
+from megarl.settings.verifiers import MathConfig
 from megarl.types import Prompt
 
 ROOT = Path(__file__).resolve().parents[2]

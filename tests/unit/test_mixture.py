@@ -21,21 +21,21 @@ from support.environments import run
 from support.reward_servers import Answer, Scripted, serving
 from support.tiny import groups, write_model
 
-from megarl import config as recipes
 from megarl.checks.preflight import check_eval, check_train
 from megarl.checks.verifier_trial import LEAST_ROWS, rows_to_try
-from megarl.config import RunConfig
-from megarl.data.config import PromptsConfig, PromptSourceConfig, exact
 from megarl.data.order import Interleaving, Order
 from megarl.data.source import PromptList, load_prompts
 from megarl.data.tokenizer import load_tokenizer
-from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scoring import Environment
-from megarl.environments.verifier_config import NamedVerifierConfig
-from megarl.loops.evaluate import over_samples
 from megarl.rollout.batch import describe
 from megarl.rollout.evaluation import summarise_records
-from megarl.schema import replace
+from megarl.run.evaluate import over_samples
+from megarl.settings import config as recipes
+from megarl.settings.config import RunConfig
+from megarl.settings.data import PromptsConfig, PromptSourceConfig, exact
+from megarl.settings.environments import EnvironmentConfig
+from megarl.settings.schema import replace
+from megarl.settings.verifiers import NamedVerifierConfig
 from megarl.types import Prompt, Verdict
 
 weights = st.lists(st.integers(1, 10**6), min_size=1, max_size=6).map(

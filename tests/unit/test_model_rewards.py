@@ -22,7 +22,7 @@ from megarl.data.tokenizer import pad_apart
 from megarl.errors import UserError
 from megarl.objectives.advantages import ADVANTAGES
 from megarl.parallel.mesh import Axis
-from megarl.trainer.config import ModelConfig
+from megarl.settings.training import ModelConfig
 from megarl.trainer.model_rewards import RewardModels
 from megarl.types import StepBatch
 

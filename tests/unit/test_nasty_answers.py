@@ -8,8 +8,8 @@ import random
 from support.environments import run
 from support.nasty_answers import NASTY
 
-from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scoring import Environment
+from megarl.settings.environments import EnvironmentConfig
 from megarl.types import Prompt, Verdict
 
 LIMIT_S = 10.0

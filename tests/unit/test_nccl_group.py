@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.weight_sync.transports import p2p_group
-from megarl.weight_sync.transports.p2p_group import InFlight, P2PGroup, PeerGone, Rendezvous
+from megarl.weights.transports import p2p_group
+from megarl.weights.transports.p2p_group import InFlight, P2PGroup, PeerGone, Rendezvous
 
 MADE: list[Any] = []
 

@@ -23,17 +23,17 @@ from megarl.apps.runs.report import main as report_command
 from megarl.apps.runs.report import write_report
 from megarl.checks.run_files import check_run_files
 from megarl.errors import UserError
-from megarl.observe.config import (
-    DISTILLATION_METRICS,
-    EVALUATION_METRICS,
-    STEP_METRICS,
-    ObserveConfig,
-)
 from megarl.observe.live_report import LiveReport
 from megarl.observe.observer import Observer, shown_metrics
 from megarl.observe.provenance import checkout, made_by, without_values
 from megarl.observe.sinks import read_records
 from megarl.observe.summary import read_run, read_starts, summary
+from megarl.settings.observe import (
+    DISTILLATION_METRICS,
+    EVALUATION_METRICS,
+    STEP_METRICS,
+    ObserveConfig,
+)
 from megarl.types import StepReport
 
 QUIET = ObserveConfig(tensorboard=False, progress=False)

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from megarl.errors import UserError
 from megarl.observe import rotated
-from megarl.observe.config import ObserveConfig
 from megarl.observe.observer import Observer
 from megarl.observe.rotated import RotatedFile, parts_of, spread
 from megarl.observe.sinks import MetricsFile, read_records
+from megarl.settings.observe import ObserveConfig
 from megarl.types import StepReport
 
 WEIRD = 'a</pre> "quoted" & \x00\x1b[31m \u202e \ud83d 你好 🎉\r\n\u2028end'

@@ -12,7 +12,7 @@ import torch
 
 from megarl.checkpoints.progress import written_under
 from megarl.parallel.layout import Layout
-from megarl.trainer.config import OptimizerConfig, TrainingConfig
+from megarl.settings.training import OptimizerConfig, TrainingConfig
 from megarl.trainer.optimizers import OPTIMIZERS, refuse_optimizer
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

@@ -11,10 +11,10 @@ import torch
 from support.documented import block
 
 from megarl.checks.objective_trial import Trial, try_filter, try_objectives
-from megarl.config import RunConfig, from_tree, read
 from megarl.environments.user_code import function_of
 from megarl.objectives.advantages import ADVANTAGES
-from megarl.schema import replace
+from megarl.settings.config import RunConfig, from_tree, read
+from megarl.settings.schema import replace
 from megarl.types import Prompt
 
 RIGHT = """

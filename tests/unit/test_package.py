@@ -18,10 +18,11 @@ from support.commands import ROOT
 from transformers import Qwen2Config
 
 import megarl
-from megarl import RunConfig, config
+from megarl import RunConfig
 from megarl.checks import engine_checks
 from megarl.errors import UserError
-from megarl.files import RECIPES
+from megarl.settings import config
+from megarl.system.files import RECIPES
 
 PLACES = {
     "megarl": "megarl",

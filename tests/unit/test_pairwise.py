@@ -10,7 +10,7 @@ import torch
 
 from megarl.apps.tune.pair_task import right
 from megarl.apps.tune.pairwise import METHODS, Pairs, bradley_terry, kto, pair_loss
-from megarl.objectives.config import (
+from megarl.settings.objectives import (
     USUAL_BETA,
     PreferenceLossConfig,
     PreferenceMethod,

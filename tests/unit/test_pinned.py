@@ -20,12 +20,12 @@ from support.engine_ranks import Case, regions, spec_of, table, weights, whole_p
 from megarl.errors import UserError
 from megarl.parallel.mesh import Axis
 from megarl.parallel.reshard.boxes import Box, scatter
-from megarl.trainer.handover import HostMemory
-from megarl.weight_sync import checksums
-from megarl.weight_sync.checksums import carried, carry, digest, signed
-from megarl.weight_sync.route import Route
-from megarl.weight_sync.transports import shared_memory
-from megarl.weight_sync.transports.shared_memory import Receiver, Sender, SharedCounters
+from megarl.trainer.memory_lending import HostMemory
+from megarl.weights import checksums
+from megarl.weights.checksums import carried, carry, digest, signed
+from megarl.weights.route import Route
+from megarl.weights.transports import shared_memory
+from megarl.weights.transports.shared_memory import Receiver, Sender, SharedCounters
 
 ALONE = Case(1, 1, 1, 1, 1)
 SUCCESS, REFUSED = "cudaError.success", "cudaError.???"

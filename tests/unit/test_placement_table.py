@@ -18,11 +18,11 @@ from megarl import cli
 from megarl.apps.launch import run_words
 from megarl.apps.launch.placement_table import compressed
 from megarl.checks.engine_checks import check_placement
-from megarl.config import RunConfig, read
 from megarl.errors import UserError
 from megarl.parallel.layout import Layout
 from megarl.parallel.tensor import Shard
-from megarl.trainer.config import LoraConfig, TrainingConfig
+from megarl.settings.config import RunConfig, read
+from megarl.settings.training import LoraConfig, TrainingConfig
 from megarl.trainer.memory import SizedParameter, role_memory
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,9 +12,9 @@ from support.tiny import write_tokenizer
 from transformers import AutoTokenizer
 
 from megarl.apps.tune.pairs import merged, pair_batch
-from megarl.config import PreferenceConfig, RewardModelConfig, from_tree
-from megarl.data.config import PreferencesConfig
 from megarl.data.preferences import PreferenceList, load_preferences
+from megarl.settings.config import PreferenceConfig, RewardModelConfig, from_tree
+from megarl.settings.data import PreferencesConfig
 
 CHAT = (
     "{% for m in messages %}{% if m.role == 'assistant' %}={{ m.content }}<eos>#"

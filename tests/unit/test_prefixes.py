@@ -22,7 +22,7 @@ from support.sequence_cases import Case, assert_close, cases, dense
 
 from megarl.parallel.prefix_balance import FamilyBalance
 from megarl.parallel.prefix_tree import Prefix, Size
-from megarl.trainer.config import SharePrefix
+from megarl.settings.training import SharePrefix
 from megarl.trainer.packing import pack
 from megarl.trainer.prefixes import (
     balance_of,

@@ -10,9 +10,9 @@ import yaml
 from support.commands import tiny_run, write_recipe
 
 import megarl
-from megarl import config
-from megarl.config import RunConfig
-from megarl.presets import PRESETS
+from megarl.settings import config
+from megarl.settings.config import RunConfig
+from megarl.settings.presets import PRESETS
 
 
 def recipe(folder: Path, algorithm: Any) -> Path:

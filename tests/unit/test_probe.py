@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from megarl.weight_sync import probe as module
-from megarl.weight_sync.probe import Effect, Probe
+from megarl.weights import probe as module
+from megarl.weights.probe import Effect, Probe
 
 
 def made(*dtypes: str, tolerance: float = 0.0) -> Probe:

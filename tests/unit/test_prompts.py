@@ -22,12 +22,12 @@ from support.commands import write_rows
 from support.documented import block
 from tokenizers import processors
 
-from megarl.config import SftConfig, read
-from megarl.data.config import DemonstrationsConfig, PromptsConfig
 from megarl.data.demonstrations import load_demonstrations
 from megarl.data.rows import READERS, fingerprint
 from megarl.data.source import load_prompts
 from megarl.rollout.attempts import PromptSource
+from megarl.settings.config import SftConfig, read
+from megarl.settings.data import DemonstrationsConfig, PromptsConfig
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<eos>{% endfor %}"

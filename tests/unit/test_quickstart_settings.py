@@ -11,8 +11,8 @@ import quickstart_settings
 import torch
 
 from megarl.checks.engine_checks import check_placement
-from megarl.config import RunConfig, read
 from megarl.errors import UserError
+from megarl.settings.config import RunConfig, read
 
 GIB = 2**30
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"

@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 import ray
 
-from megarl import private_folder
 from megarl.checks.preflight import check_run
-from megarl.cluster import ray_cluster
-from megarl.cluster.ray_address import ray_address
-from megarl.cluster.ray_cluster import Cluster
-from megarl.config import RunConfig
-from megarl.data.config import PromptsConfig
 from megarl.errors import UserError
 from megarl.parallel.launcher import free_port
-from megarl.private_folder import marked_processes
-from megarl.trainer.config import ModelConfig
+from megarl.rollout import ray_cluster
+from megarl.rollout.ray_cluster import Cluster
+from megarl.settings.config import RunConfig
+from megarl.settings.data import PromptsConfig
+from megarl.settings.training import ModelConfig
+from megarl.system import private_folder
+from megarl.system.private_folder import marked_processes
+from megarl.system.ray_address import ray_address
 
 RECIPE = RunConfig(
     folder="run", model=ModelConfig(path="model"), prompts=PromptsConfig(source="prompts.jsonl")
@@ -96,7 +96,7 @@ HOLD = """
 import subprocess, sys, tempfile, time
 from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
-from megarl import private_folder
+from megarl.system import private_folder
 private_folder.PLACE = Path(sys.argv[1])
 with private_folder.run_folder() as folder:
     memory = shared_memory.SharedMemory(private_folder.shared_name(), True, 8).name
@@ -170,7 +170,7 @@ def test_only_folders_that_are_surely_of_a_killed_process_are_removed(
 
 LAUNCH = """import os, signal, sys
 from pathlib import Path
-from megarl import private_folder
+from megarl.system import private_folder
 from megarl.apps.launch.launch_processes import Addresses
 from megarl.apps.launch.launch_run import Launcher
 private_folder.PLACE = Path(sys.argv[1])

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from support.real import TURNS, real_folder
 
-from megarl.chat_template import end_of_turn
-from megarl.data.config import DemonstrationsConfig, PreferencesConfig, PromptsConfig
+from megarl.data.chat_template import end_of_turn
 from megarl.data.demonstrations import load_demonstrations
 from megarl.data.preferences import load_preferences
 from megarl.data.source import load_prompts
 from megarl.data.tokenizer import load_tokenizer
+from megarl.settings.data import DemonstrationsConfig, PreferencesConfig, PromptsConfig
 
 SYSTEM = {"role": "system", "content": "You answer in one sentence."}
 TURN = [

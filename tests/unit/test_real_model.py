@@ -11,7 +11,7 @@ import pytest
 import real_model
 from support.real import real_folder
 
-from megarl.trainer.config import ModelConfig
+from megarl.settings.training import ModelConfig
 from megarl.trainer.model_config import load_model_config
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import study_precision as study
 
-from megarl.config import RunConfig, SftConfig, read
+from megarl.settings.config import RunConfig, SftConfig, read
 
 
 @pytest.fixture

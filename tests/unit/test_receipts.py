@@ -8,8 +8,8 @@ from support.rollouts import segment
 
 from megarl.checkpoints.adapter_files import adapter_bytes
 from megarl.rollout.requests import refuse_older
-from megarl.trainer.config import LoraConfig
-from megarl.weight_sync.weight_receipts import receipt_of_adapter, receipt_of_weights
+from megarl.settings.training import LoraConfig
+from megarl.weights.weight_receipts import receipt_of_adapter, receipt_of_weights
 
 
 @pytest.mark.parametrize(("versions", "message"), [

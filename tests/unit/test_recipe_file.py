@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from megarl import recipe_file, recipe_paths
 from megarl.command_line.settings import settings
-from megarl.config import (
+from megarl.settings import recipe_file, recipe_paths
+from megarl.settings.config import (
     DistillConfig,
     PreferenceConfig,
     RunConfig,
@@ -21,9 +21,9 @@ from megarl.config import (
     from_tree,
     read,
 )
-from megarl.peer_names import NAMES
-from megarl.recipe_file import has_key
-from megarl.schema import Range, replace
+from megarl.settings.peer_names import NAMES
+from megarl.settings.recipe_file import has_key
+from megarl.settings.schema import Range, replace
 
 GOOD = "folder: runs/x\nmodel: {path: m}\nprompts: {source: a.jsonl}\n"
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(

@@ -14,15 +14,16 @@ from support.reward_servers import Scripted, serving
 from support.tiny import write_classifier, write_model
 
 import megarl
-from megarl import DistillConfig, PreferenceConfig, RewardModelConfig, RunConfig, SftConfig, config
+from megarl import DistillConfig, PreferenceConfig, RewardModelConfig, RunConfig, SftConfig
 from megarl.apps.serve.serve_reward import check_serve_reward
 from megarl.apps.tune.sampling_checks import check_sample
 from megarl.apps.tune.supervised_checks import check_preference, check_reward_model, check_sft
 from megarl.checks.preflight import check_eval, check_run, check_train
-from megarl.config import PreferenceEvaluationConfig
-from megarl.data.config import PreferencesConfig
-from megarl.schema import replace
-from megarl.serve_config import ServeRewardConfig
+from megarl.settings import config
+from megarl.settings.config import PreferenceEvaluationConfig
+from megarl.settings.data import PreferencesConfig
+from megarl.settings.schema import replace
+from megarl.settings.serve import ServeRewardConfig
 
 EXAMPLES: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm.advantage": "grpo", "algorithm.loss": "ppo_clip"},

@@ -6,27 +6,32 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from megarl.loops.rl import METHODS
-from megarl.objectives import config
 from megarl.objectives.advantages import ADVANTAGES
 from megarl.objectives.corrections import CORRECTIONS
 from megarl.objectives.kl import KL_ESTIMATORS
 from megarl.objectives.losses import AGGREGATIONS, LOSSES
 from megarl.objectives.token_advantages import TOKEN_ADVANTAGES
-from megarl.presets import PRESETS
-from megarl.recipe_paths import IsPath
-from megarl.rollout.config import FILTER, RolloutConfig
 from megarl.rollout.service import FILTERS
+from megarl.run.loop import METHODS
+from megarl.settings import objectives
+from megarl.settings.presets import PRESETS
+from megarl.settings.recipe_paths import IsPath
+from megarl.settings.rollout import FILTER, RolloutConfig
 
 EVERY_ADVANTAGE = ADVANTAGES | TOKEN_ADVANTAGES
 REGISTRIES: dict[str, tuple[Any, dict[str, Any], type, str]] = {
-    "advantages": (config.ADVANTAGE, EVERY_ADVANTAGE, config.AlgorithmConfig, "advantage"),
-    "losses": (config.LOSS, LOSSES, config.AlgorithmConfig, "loss"),
-    "aggregations": (config.AggregationName, AGGREGATIONS, config.AlgorithmConfig, "aggregation"),
-    "kl": (config.KLName, KL_ESTIMATORS, config.KLConfig, "estimator"),
-    "presets": (config.PresetName, {"": None, **PRESETS}, config.AlgorithmConfig, "preset"),
-    "corrections": (config.CORRECTION, CORRECTIONS, config.CorrectionConfig, "kind"),
-    "methods": (config.METHOD, METHODS, config.AlgorithmConfig, "method"),
+    "advantages": (objectives.ADVANTAGE, EVERY_ADVANTAGE, objectives.AlgorithmConfig, "advantage"),
+    "losses": (objectives.LOSS, LOSSES, objectives.AlgorithmConfig, "loss"),
+    "aggregations": (
+        objectives.AggregationName,
+        AGGREGATIONS,
+        objectives.AlgorithmConfig,
+        "aggregation",
+    ),
+    "kl": (objectives.KLName, KL_ESTIMATORS, objectives.KLConfig, "estimator"),
+    "presets": (objectives.PresetName, {"": None, **PRESETS}, objectives.AlgorithmConfig, "preset"),
+    "corrections": (objectives.CORRECTION, CORRECTIONS, objectives.CorrectionConfig, "kind"),
+    "methods": (objectives.METHOD, METHODS, objectives.AlgorithmConfig, "method"),
     "filters": (FILTER, {"": None, **FILTERS}, RolloutConfig, "filter"),
 }
 

@@ -8,9 +8,9 @@ import socket
 import pytest
 
 from megarl.parallel import launcher
-from megarl.weight_sync.transports import p2p_group
-from megarl.weight_sync.transports.base import Aborted
-from megarl.weight_sync.transports.p2p_group import (
+from megarl.weights.transports import p2p_group
+from megarl.weights.transports.base import Aborted
+from megarl.weights.transports.p2p_group import (
     Rendezvous,
     address_toward,
     network_place,

@@ -10,8 +10,8 @@ from support.report_page import Page
 from megarl.apps.runs.report import main, write_report
 from megarl.apps.runs.report_compare import grouped, settings_of
 from megarl.errors import UserError
-from megarl.observe.config import ObserveConfig
 from megarl.observe.observer import Observer
+from megarl.settings.observe import ObserveConfig
 from megarl.types import StepReport
 
 QUIET = ObserveConfig(tensorboard=False, progress=False)

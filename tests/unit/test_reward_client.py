@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from support.environments import PROMPT
 from support.reward_servers import Answer, Scripted, free_port, serving
 
-from megarl.environments.addresses import Token
 from megarl.environments.batch_queue import BatchQueue
-from megarl.environments.config import EnvironmentConfig, RemoteConfig
 from megarl.environments.reward_client import RewardClient
 from megarl.environments.scores import Outcome
+from megarl.settings.addresses import Token
+from megarl.settings.environments import EnvironmentConfig, RemoteConfig
 
 QUICK = {"backoff_s": 0.01, "longest_backoff_s": 0.05, "breaker_pause_s": 0.05, "linger_ms": 20.0}
 

@@ -29,9 +29,7 @@ from megarl.apps.serve.serve_reward import server_token
 from megarl.checks.verifier_trial import try_verifier
 from megarl.data.source import PromptList
 from megarl.data.tokenizer import load_tokenizer
-from megarl.environments.addresses import Token
 from megarl.environments.codec import Codec
-from megarl.environments.config import EnvironmentConfig, RemoteConfig, RewardServerConfig
 from megarl.environments.judging import Judge
 from megarl.environments.scores import Outcome
 from megarl.environments.scoring import Environment
@@ -41,8 +39,10 @@ from megarl.environments.wire import (
     read_answer,
     read_request,
 )
-from megarl.schema import replace
-from megarl.serve_config import ServeRewardConfig
+from megarl.settings.addresses import Token
+from megarl.settings.environments import EnvironmentConfig, RemoteConfig, RewardServerConfig
+from megarl.settings.schema import replace
+from megarl.settings.serve import ServeRewardConfig
 from megarl.types import Prompt
 
 # The wire format

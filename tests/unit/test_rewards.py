@@ -15,7 +15,6 @@ import pytest
 from support.documented import block
 from support.environments import PROMPT, opened, run, verdicts
 
-from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scores import BadScore, read_score
 from megarl.environments.scoring import Environment
 from megarl.environments.user_code import prepare_imports
@@ -23,6 +22,7 @@ from megarl.environments.verifiers import load_verifier, short_names
 from megarl.environments.worker import MemoryLimit
 from megarl.environments.workers import Worker
 from megarl.rollout.batch import own_metrics
+from megarl.settings.environments import EnvironmentConfig
 from megarl.types import Verdict
 
 

@@ -17,30 +17,30 @@ import pytest
 from support.rollouts import OneStep, Prompts, dealt, rollout_service, segment
 from support.tiny import groups, write_tokenizer
 
-from megarl.config import EvaluationConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.codec import Codec
-from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scoring import Environment, observed
 from megarl.errors import UserError
-from megarl.loops import rl, schedule
-from megarl.loops.schedule import reached
-from megarl.observe.config import (
-    EVALUATION_METRICS,
-    STEP_METRICS,
-    EarlyStopConfig,
-    ObserveConfig,
-)
 from megarl.observe.observer import Observer
 from megarl.rollout.attempts import Attempts, request_seed
 from megarl.rollout.batch import assemble, describe
-from megarl.rollout.config import DynamicSamplingConfig, RolloutConfig
 from megarl.rollout.dispatch.contract import Limits
 from megarl.rollout.dispatch.ordered import Ordered
 from megarl.rollout.evaluation import NUM_TRANSCRIPTS, failure_warning, pass_at_k, repeated_metrics
 from megarl.rollout.requests import EnginePool
 from megarl.rollout.service import RolloutService
-from megarl.trainer.config import CheckpointConfig, TrainingConfig
+from megarl.run import loop, schedule
+from megarl.run.schedule import reached
+from megarl.settings.config import EvaluationConfig
+from megarl.settings.environments import EnvironmentConfig
+from megarl.settings.observe import (
+    EVALUATION_METRICS,
+    STEP_METRICS,
+    EarlyStopConfig,
+    ObserveConfig,
+)
+from megarl.settings.rollout import DynamicSamplingConfig, RolloutConfig
+from megarl.settings.training import CheckpointConfig, TrainingConfig
 from megarl.types import (
     START,
     Group,
@@ -591,7 +591,7 @@ def test_a_run_that_stopped_early_trains_no_further_when_started_again(
         for step in range(4):
             accuracy = 1.0 if step + 1 == reached_at else 0.5
             before.step(StepReport(step, {"accuracy": accuracy, "grad_norm": math.nan}))
-    monkeypatch.setattr(rl, "publish", lambda parts, version: {})
+    monkeypatch.setattr(loop, "publish", lambda parts, version: {})
 
     class Trained(Exception):
         pass
@@ -625,10 +625,10 @@ def test_a_run_that_stopped_early_trains_no_further_when_started_again(
         )
         method: Any = None  # no step is trained
         if ends:
-            assert rl.train_steps(parts, method) == (3, 3)
+            assert loop.train_steps(parts, method) == (3, 3)
         else:
             with pytest.raises(Trained):
-                rl.train_steps(parts, method)
+                loop.train_steps(parts, method)
 
 
 class Failing(Parity):

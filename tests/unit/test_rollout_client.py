@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster import rollout_client
-from megarl.cluster.asking import ActorDied
-from megarl.cluster.rollout_client import RolloutClient
-from megarl.config import RunConfig, silence_s
-from megarl.data.config import PromptsConfig
-from megarl.environments.agent_config import AgentConfig
-from megarl.loops.rl_setup import rollout_deadline_s, step_deadline_s
-from megarl.objectives.config import AlgorithmConfig
-from megarl.rollout.config import DynamicSamplingConfig, EngineConfig, RolloutConfig
-from megarl.schema import replace
-from megarl.trainer.config import ModelConfig, TrainingConfig
-from megarl.weight_sync.config import WeightSyncConfig
+from megarl.rollout import client as rollout_client
+from megarl.rollout.client import RolloutClient
+from megarl.run.build import rollout_deadline_s, step_deadline_s
+from megarl.settings.agents import AgentConfig
+from megarl.settings.config import RunConfig, silence_s
+from megarl.settings.data import PromptsConfig
+from megarl.settings.objectives import AlgorithmConfig
+from megarl.settings.rollout import DynamicSamplingConfig, EngineConfig, RolloutConfig
+from megarl.settings.schema import replace
+from megarl.settings.training import ModelConfig, TrainingConfig
+from megarl.settings.weight_sync import WeightSyncConfig
+from megarl.system.ray_calls import ActorDied
 
 
 class Store:

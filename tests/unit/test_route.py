@@ -19,8 +19,8 @@ from megarl.parallel.layout import Layout
 from megarl.parallel.reshard import plan as plan_module
 from megarl.parallel.reshard.boxes import Box, Owned
 from megarl.parallel.reshard.buckets import copies_of, make_buckets
-from megarl.weight_sync.bucket_receiver import Modules
-from megarl.weight_sync.route import Route, RouteSpec, table_fingerprint
+from megarl.weights.bucket_receiver import Modules
+from megarl.weights.route import Route, RouteSpec, table_fingerprint
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megarl.apps.tune.supervised import chunks
-from megarl.config import RunConfig, SftConfig, from_tree, made_with, with_steps
+from megarl.settings.config import RunConfig, SftConfig, from_tree, made_with, with_steps
 
 BASE: dict[str, Any] = {
     "folder": "runs/x",

@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 from support.commands import ROOT, python, write_recipe
 
-from megarl import cli, config
+from megarl import cli
 from megarl.apps.launch import run_words
 from megarl.command_line.table import TASKS
 from megarl.command_line.words import parse
-from megarl.console import Options
 from megarl.errors import UserError
 from megarl.parallel.devices import DriverGpu
-from megarl.signals import SHUTDOWN
+from megarl.settings import config
+from megarl.system.console import Options
+from megarl.system.signals import SHUTDOWN
 
 GPUS = [DriverGpu("NVIDIA H200", "580.65.06", is_cut=False)] * 2
 SECTIONS: dict[str, dict[str, Any]] = {

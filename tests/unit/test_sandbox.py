@@ -26,8 +26,8 @@ from support.commands import ROOT, python, started, until
 
 from megarl.apps.verifiers.code.sandbox import Sandbox, SandboxError
 from megarl.apps.verifiers.code.sandbox_child import FOLDER
-from megarl.environments.code_config import CodeConfig
-from megarl.schema import replace
+from megarl.settings.code import CodeConfig
+from megarl.settings.schema import replace
 
 SETTINGS = CodeConfig(time_limit_s=7.0, memory_mib=128, processes=8, file_mib=4, output_kib=64)
 IS_ROOT = os.geteuid() == 0
@@ -413,7 +413,7 @@ def test_nothing_outlives_the_verifiers_process() -> None:
     """A process with a sandbox in which a program runs is killed by force."""
     script = """
 import sys
-from megarl.environments.code_config import CodeConfig
+from megarl.settings.code import CodeConfig
 from megarl.apps.verifiers.code.sandbox import Sandbox
 sandbox = Sandbox(CodeConfig(time_limit_s=60.0))
 print(sandbox._process.pid, flush=True)
@@ -431,7 +431,7 @@ sandbox.run("stdin", "import os, time\\nos.fork()\\nos.fork()\\nos.setsid() if o
 def test_without_namespaces_auto_refuses() -> None:
     script = """
 from megarl.apps.verifiers.code import sandbox_kernel as kernel
-from megarl.environments.code_config import CodeConfig
+from megarl.settings.code import CodeConfig
 from megarl.apps.verifiers.code.sandbox import Sandbox
 kernel.prctl(kernel.SET_NO_NEW_PRIVILEGES, 1)
 kernel.deny_system_calls()

@@ -29,7 +29,7 @@ from support.simulated import SimulatedExchange, simulate
 from torch.utils.checkpoint import checkpoint
 
 from megarl.kernels import dense as dense_kernels
-from megarl.kernels import piece_block, pieces
+from megarl.kernels import mask_regions, region_block
 from megarl.kernels.attention_plan import BLOCKS
 from megarl.kernels.block import Positions
 from megarl.kernels.block_cpu import CpuBlock
@@ -100,19 +100,19 @@ def test_wide_tiles_within_a_window(
     """Whose middle needs no mask, and whose edges are calls of fewer queries, also over the ends of
     shared prefixes.
     """
-    monkeypatch.setattr(pieces, "WIDE_TILE", 24)
-    monkeypatch.setattr(pieces, "TILE", 10)
+    monkeypatch.setattr(mask_regions, "WIDE_TILE", 24)
+    monkeypatch.setattr(mask_regions, "TILE", 10)
     kinds = set[str]()
 
     def mask_regions_of(*arguments: Any, **named: Any) -> Any:
-        spans, limits = pieces.mask_regions_of(*arguments, **named)
+        spans, limits = mask_regions.mask_regions_of(*arguments, **named)
         for span in spans:
             kinds.add(span.kind)
             seen = (limits.upto - limits.first)[span.q0 : span.q1]
             assert min(span.shape) > 0 and int(seen.min()) > 0
         return spans, limits
 
-    monkeypatch.setattr(piece_block, "mask_regions_of", mask_regions_of)
+    monkeypatch.setattr(region_block, "mask_regions_of", mask_regions_of)
     for parents in ((), (-1, 0, 0, 2, 0)):
         case = Case((301, 300, 70, 450, 9), 4, 2, how, (4, 2), 8, 0.35, 3, parents, 100)
         found, _ = split_attention(case, "cpu", transport, case.tensors())
@@ -221,13 +221,13 @@ def test_16_bit_inputs_are_summed_in_float32(
 
 
 @pytest.mark.parametrize("tile", [1, 4, 64])
-@pytest.mark.parametrize("small", [0, pieces.SMALL_SCORES])
+@pytest.mark.parametrize("small", [0, mask_regions.SMALL_SCORES])
 def test_cpu_block_equals_the_reference_block_on_any_places(
     monkeypatch: pytest.MonkeyPatch, tile: int, small: int
 ) -> None:
     """Any queries and any keys, merged into sums of which some are still empty."""
-    monkeypatch.setattr(pieces, "TILE", tile)
-    monkeypatch.setattr(pieces, "SMALL_SCORES", small)
+    monkeypatch.setattr(mask_regions, "TILE", tile)
+    monkeypatch.setattr(mask_regions, "SMALL_SCORES", small)
 
     @settings(max_examples=20, deadline=None, derandomize=True)
     @given(
@@ -296,7 +296,7 @@ def test_irregular_cuts_stay_in_small_masks() -> None:
     work = CpuBlock().prepare(queries, keys, CPU)
     assert work is not None
     masks = [piece.mask for piece in work.pieces if piece.mask is not None]
-    assert sum(mask.numel() for mask in masks) < 2 * 4096 * pieces.TILE
+    assert sum(mask.numel() for mask in masks) < 2 * 4096 * mask_regions.TILE
 
 
 @pytest.mark.parametrize("block", BLOCK_NAMES)

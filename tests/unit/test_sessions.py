@@ -18,13 +18,13 @@ from support.tiny import write_tokenizer
 
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.codec import Codec
-from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scores import Outcome
 from megarl.environments.scoring import Environment
 from megarl.environments.workers import Workers
 from megarl.rollout.attempts import Attempts
-from megarl.rollout.config import RolloutConfig
 from megarl.rollout.requests import EnginePool
+from megarl.settings.environments import EnvironmentConfig
+from megarl.settings.rollout import RolloutConfig
 from megarl.types import Prompt, Segment, Verdict
 
 CLASSES = """

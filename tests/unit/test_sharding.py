@@ -172,8 +172,8 @@ def test_what_would_be_computed_wrongly_is_refused_at_start_up(tmp_path: Path, n
     tests/distributed/test_families.py).
     """
     from megarl.checks.layout_checks import check_cut
+    from megarl.settings.training import LayoutConfig, ModelConfig, TrainingConfig
     from megarl.trainer.attention import refuse_unsupported
-    from megarl.trainer.config import LayoutConfig, ModelConfig, TrainingConfig
 
     config, tensor, says = REFUSED[name]
     config.save_pretrained(tmp_path)
@@ -189,7 +189,7 @@ def test_what_would_be_computed_wrongly_is_refused_at_start_up(tmp_path: Path, n
 
 def test_a_block_without_soft_caps_is_refused_for_a_model_that_has_one() -> None:
     from megarl.checks.layout_checks import refuse_block
-    from megarl.trainer.config import SequenceConfig, TrainingConfig
+    from megarl.settings.training import SequenceConfig, TrainingConfig
 
     training = TrainingConfig(sequence=SequenceConfig(block="flash"))
     with pytest.raises(ValueError, match=r"soft cap \(attn_logit_softcapping of gemma2 is 50.0\)"):

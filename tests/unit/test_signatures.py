@@ -10,7 +10,7 @@ import pytest
 from support.environments import PROMPT, verdicts
 
 from megarl.checks.verifier_trial import check_verifier
-from megarl.environments.config import EnvironmentConfig
+from megarl.settings.environments import EnvironmentConfig
 
 FUNCTIONS = """
 import asyncio

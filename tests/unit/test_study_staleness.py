@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import study_staleness as study
 
-from megarl.config import RunConfig, read
+from megarl.settings.config import RunConfig, read
 
 
 def arguments(*words: str) -> argparse.Namespace:

@@ -20,20 +20,22 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryErr
 from support.commands import python, started, until
 from support.rollouts import requested
 
-from megarl.cluster import asking, engine_client, rollout_client
-from megarl.cluster import engines as engines_module
-from megarl.cluster.asking import ActorDied
-from megarl.cluster.engine_client import EngineCall
-from megarl.cluster.engines import CallOutcome, EngineManager, EngineStarts
-from megarl.cluster.processes import end, is_alive, is_tracker, with_descendants
+from megarl.engines import client as engine_client
+from megarl.engines import pool as engines_module
+from megarl.engines.client import EngineCall
+from megarl.engines.interface import Pauses, Pulse
+from megarl.engines.pool import CallOutcome, EngineManager, EngineStarts
 from megarl.errors import EngineLost, EngineUnreachable, ProcessLost, UserError
-from megarl.rollout.config import ENGINE_STARTS, RolloutConfig
-from megarl.rollout.inference_engine import Pauses, Pulse
+from megarl.rollout import client as rollout_client
 from megarl.rollout.requests import MOST_LOSSES, EnginePool, RequestRoute
 from megarl.rollout.waits import Waits
-from megarl.schema import replace
+from megarl.settings.rollout import ENGINE_STARTS, RolloutConfig
+from megarl.settings.schema import replace
+from megarl.system import ray_calls as asking
+from megarl.system.processes import end, is_alive, is_tracker, with_descendants
+from megarl.system.ray_calls import ActorDied
 from megarl.types import Prompt, Segment
-from megarl.weight_sync.transports.base import GIVEN_UP, Aborted
+from megarl.weights.transports.base import GIVEN_UP, Aborted
 
 PROMPT = Prompt(3, "p", [1, 2], "a")
 
@@ -169,7 +171,7 @@ async def test_a_deadline_does_not_count_the_time_of_a_publication() -> None:
 
 def test_pauses_are_summed_over_the_time_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     now, pauses = [0.0], Pauses()
-    monkeypatch.setattr("megarl.rollout.inference_engine.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("megarl.engines.interface.time.monotonic", lambda: now[0])
     for began, ended in ((10.0, 12.0), (20.0, 25.0)):
         now[0] = began
         pauses.begin()
@@ -687,8 +689,8 @@ def test_a_service_that_is_away_for_a_moment_is_asked_again(
 
 CLOSES = """
 import os, signal, sys
-from megarl import signals
-from megarl.cluster.ray_cluster import Cluster
+from megarl.system import signals
+from megarl.rollout.ray_cluster import Cluster
 
 class Closing(Cluster):
     def __init__(self): pass

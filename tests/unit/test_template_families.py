@@ -12,11 +12,11 @@ from support.chat_templates import FAMILIES, GLM, HARMONY, LATE_TOOLS, OTHERS, P
 from support.commands import write_rows
 
 from megarl.apps.tools.markup import TurnMarkup
-from megarl.chat_template import ChatTemplate, end_of_turn, ends_of_turns
-from megarl.control_tokens import unmarked
-from megarl.data.config import DemonstrationsConfig
+from megarl.data.chat_template import ChatTemplate, end_of_turn, ends_of_turns
+from megarl.data.control_tokens import unmarked
 from megarl.data.demonstrations import load_demonstrations
 from megarl.environments.codec import Codec
+from megarl.settings.data import DemonstrationsConfig
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CALL = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 3}}}

@@ -11,20 +11,20 @@ import pytest
 from support.environments import ask, opened
 from support.tiny import write_tokenizer
 
-from megarl.chat_template import TAGS, tags_of
+from megarl.data.chat_template import TAGS, tags_of
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.codec import Codec
-from megarl.environments.config import EnvironmentConfig
 from megarl.environments.response_text import Counted, answer_part
-from megarl.environments.verifier_config import (
+from megarl.environments.verifiers import load_verifier
+from megarl.run.evaluate import final_answer
+from megarl.settings.environments import EnvironmentConfig
+from megarl.settings.verifiers import (
     FormatConfig,
     JsonSchemaConfig,
     LengthConfig,
     NamedVerifierConfig,
     RegexConfig,
 )
-from megarl.environments.verifiers import load_verifier
-from megarl.loops.evaluate import final_answer
 from megarl.types import Prompt
 
 SETTINGS: dict[str, dict[str, Any]] = {

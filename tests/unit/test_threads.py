@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl import host_memory
-from megarl.cluster import process_env
-from megarl.config import RunConfig, SftConfig, read
+from megarl.settings.config import RunConfig, SftConfig, read
+from megarl.system import host_memory, process_env
 from megarl.trainer import threads
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch" / "recipes"

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from megarl.objectives.advantages import ADVANTAGES
-from megarl.objectives.config import COMPARING, AlgorithmConfig, GaeConfig
 from megarl.objectives.token_advantages import (
     TOKEN_ADVANTAGES,
     TokenRewards,
@@ -30,7 +29,8 @@ from megarl.objectives.token_advantages import (
 )
 from megarl.objectives.value import MOMENTS, explained_variance, moments, value_loss
 from megarl.parallel.mesh import Axis
-from megarl.schema import replace
+from megarl.settings.objectives import COMPARING, AlgorithmConfig, GaeConfig
+from megarl.settings.schema import replace
 from megarl.trainer.step_advantages import step_advantages
 from megarl.types import Samples, StepBatch
 

@@ -19,7 +19,7 @@ from tokenizers import models, trainers
 from transformers import AutoTokenizer
 
 from megarl.data.tokenizer import PROBE, check_tokenizer, load_tokenizer
-from megarl.rollout.engine_arguments import tokenizer_arguments
+from megarl.engines.vllm_arguments import tokenizer_arguments
 
 SMALL = ["--demonstrations", "4000", "--prompts", "900"]
 WORDS = (

@@ -27,10 +27,10 @@ from megarl.apps.tools.tool import CallError
 from megarl.apps.tools.tool_kit import ToolKit
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.codec import Codec
-from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scoring import Environment
-from megarl.environments.tools_config import ToolsConfig
 from megarl.environments.user_calls import UserCalls
+from megarl.settings.environments import EnvironmentConfig
+from megarl.settings.tools import ToolsConfig
 from megarl.types import Prompt, Segment, Verdict
 
 ROOT = Path(__file__).resolve().parents[2]

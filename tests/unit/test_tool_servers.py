@@ -22,8 +22,8 @@ from megarl.apps.tools import servers
 from megarl.apps.tools.servers import ToolServer
 from megarl.apps.tools.tool import CallError, ToolUnavailable
 from megarl.apps.tools.transports import PASSED_ON, WORDS
-from megarl.environments.config import EnvironmentConfig
-from megarl.environments.tools_config import ToolsConfig
+from megarl.settings.environments import EnvironmentConfig
+from megarl.settings.tools import ToolsConfig
 
 SERVER = """
 import os, sys

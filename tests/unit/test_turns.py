@@ -19,8 +19,8 @@ from support.rollouts import dealt
 from megarl.environments.scoring import observed
 from megarl.errors import EngineLost
 from megarl.rollout.attempts import Attempts, request_seed
-from megarl.rollout.config import RolloutConfig
 from megarl.rollout.requests import EnginePool
+from megarl.settings.rollout import RolloutConfig
 from megarl.types import Group, Prompt, Rollout, Segment, TokenArrays, Verdict
 
 PROMPT = Prompt(0, "", [1, 2, 3], "8")

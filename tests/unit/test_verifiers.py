@@ -22,12 +22,13 @@ from support.tiny import write_tokenizer
 from megarl.apps.verifiers.numeric import numbers
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.codec import Codec
-from megarl.environments.config import EnvironmentConfig
 from megarl.environments.judging import Judge
 from megarl.environments.response_text import Counted
 from megarl.environments.scores import Outcome
 from megarl.environments.scoring import Environment
-from megarl.environments.verifier_config import (
+from megarl.environments.verifiers import load_verifier
+from megarl.settings.environments import EnvironmentConfig
+from megarl.settings.verifiers import (
     ChoiceConfig,
     FormatConfig,
     JsonSchemaConfig,
@@ -36,7 +37,6 @@ from megarl.environments.verifier_config import (
     NumericConfig,
     RegexConfig,
 )
-from megarl.environments.verifiers import load_verifier
 from megarl.types import Prompt, Segment, Verdict
 
 

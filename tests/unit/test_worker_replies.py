@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from support.environments import opened, together, verdicts
 
-from megarl.environments.config import EnvironmentConfig
+from megarl.settings.environments import EnvironmentConfig
 from megarl.types import Prompt, Verdict
 
 OWN = r"""

@@ -10,12 +10,12 @@ import pytest
 
 from megarl import cli
 from megarl.checks.engine_checks import check_gpu_share
-from megarl.config import RunConfig, read
 from megarl.parallel.layout import Layout
+from megarl.settings.config import RunConfig, read
+from megarl.settings.training import ModelConfig, TrainingConfig
 from megarl.trainer import memory, working_memory
-from megarl.trainer.config import ModelConfig, TrainingConfig
 from megarl.trainer.memory import power_of_two, sub_groups
-from megarl.trainer.places import role_training
+from megarl.trainer.role_placement import role_training
 from megarl.trainer.zero import deepspeed_config
 
 ROOT = Path(__file__).resolve().parents[2]

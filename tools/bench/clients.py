@@ -20,14 +20,14 @@ from client_calls import FEATURES
 from common import ROOT, Args, engine_arguments, progress, qwen2, run_tool, write_config
 from turns import Here, RecordedEngine
 
-from megarl.cluster.process_env import prepare_environment
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.codec import Codec
-from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scoring import Environment
 from megarl.rollout.attempts import Attempts
-from megarl.rollout.config import EngineConfig, RolloutConfig
 from megarl.rollout.requests import EnginePool
+from megarl.settings.environments import EnvironmentConfig
+from megarl.settings.rollout import EngineConfig, RolloutConfig
+from megarl.system.process_env import prepare_environment
 from megarl.types import Prompt
 
 OPTIONS = {

@@ -49,8 +49,8 @@ def problem(form: str, tests: int, right: bool) -> tuple[dict[str, Any], str]:
 def verdicts_per_s(form: str, args: Args) -> float:
     """Verdicts a second of one round. Raises `RuntimeError` for a wrong verdict."""
     from megarl.apps.verifiers.code.code_verifier import code
-    from megarl.environments.code_config import CodeConfig
-    from megarl.environments.config import EnvironmentConfig
+    from megarl.settings.code import CodeConfig
+    from megarl.settings.environments import EnvironmentConfig
     from megarl.types import Prompt
 
     settings = CodeConfig(time_limit_s=30.0)

@@ -345,7 +345,7 @@ def engine_arguments(**more: Any) -> dict[str, Any]:
     """Arguments of an engine of megarl of one thread on the CPU, which ends a response at no token.
     `more`: others, or in their place.
     """
-    from megarl.cluster.process_env import engine_environment
+    from megarl.system.process_env import engine_environment
 
     environment = engine_environment(on_cpu=True, num_threads=1, kv_cache_gib=1)
     plain = {"number": 0, "stop_token_ids": [], "trust_remote_code": False, "seed": 0}

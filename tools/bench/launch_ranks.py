@@ -61,7 +61,7 @@ def ready(deadline_s: float, *, threads: int = 1, checks_memory: bool = False) -
 
 def make_role(model: str, mesh: Any, device: Any, *, steps: int = 1000, **training: Any) -> Any:
     """A policy of random weights that trains `steps` steps. `training`: of `TrainingConfig`."""
-    from megarl.trainer.config import ModelConfig, TrainingConfig
+    from megarl.settings.training import ModelConfig, TrainingConfig
     from megarl.trainer.role import Role
 
     return Role(
@@ -106,8 +106,8 @@ def launch(
     Raises `RuntimeError` with the error of the rank that failed first, or if the ranks have not
     ended after `task["deadline"]` seconds.
     """
-    from megarl.cluster.process_env import prepare_environment
     from megarl.parallel.launcher import free_port
+    from megarl.system.process_env import prepare_environment
 
     prepare_environment(1)  # ranks find DeepSpeed's built operators, as in a run
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]

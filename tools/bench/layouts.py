@@ -112,7 +112,7 @@ def train_under(
     from megarl.parallel.collectives import barrier
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh
-    from megarl.trainer.config import OptimizerConfig, SequenceConfig
+    from megarl.settings.training import OptimizerConfig, SequenceConfig
     from megarl.trainer.finite import StepGuard
 
     on_gpu, losses, seconds = device.type == "cuda", list[float](), list[float]()
@@ -169,7 +169,7 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
     """All layouts and stages, on this rank."""
     import torch
 
-    from megarl.trainer.config import ModelConfig
+    from megarl.settings.training import ModelConfig
     from megarl.trainer.model_config import load_model_config
     from megarl.trainer.sharding import refuse_tensor
 

@@ -50,7 +50,7 @@ def make_model(folder: Path, args: Args) -> dict[str, Any]:
 
     from megarl.checkpoints.export import INDEX, safetensors_header, split_outputs
     from megarl.parallel.tensor import whole_shapes
-    from megarl.trainer.config import ModelConfig
+    from megarl.settings.training import ModelConfig
     from megarl.trainer.loading import empty_model
 
     stored = args.stored or args.dtype
@@ -91,8 +91,8 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
     from megarl.parallel.mesh import ProcessMesh
     from megarl.parallel.reshard.owned import training_owned
     from megarl.parallel.tensor import whole_shapes
+    from megarl.settings.training import ModelConfig, TrainingConfig
     from megarl.trainer.build import DTYPES, build_network
-    from megarl.trainer.config import ModelConfig, TrainingConfig
     from megarl.trainer.zero import TrainEngine
 
     training = TrainingConfig(zero_stage=task["zero"], precision=task["dtype"])

@@ -131,7 +131,7 @@ def model(task: dict[str, Any], mesh: Any, transport: str, tokens: int) -> dict[
     one sample of `tokens` tokens; `digest` is its loss and gradient norm, the same for every size.
     """
     from megarl.parallel.collectives import all_reduce
-    from megarl.trainer.config import ModelConfig, SequenceConfig, TrainingConfig
+    from megarl.settings.training import ModelConfig, SequenceConfig, TrainingConfig
     from megarl.trainer.loading import load_model
     from megarl.trainer.model import RoleModel
     from megarl.trainer.packing import pack_shared

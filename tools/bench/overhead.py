@@ -161,8 +161,8 @@ def run_loop(args: Args, kind: str, limit: int, groups: int) -> dict[str, Any]:
     "records"}. One further step follows the counted ones, since a step ends where the next one
     begins.
     """
-    from megarl.activity.files import read_traces
-    from megarl.activity.spans import FOLDER
+    from megarl.system.spans import FOLDER
+    from megarl.system.trace_files import read_traces
 
     work, setting = args.work, Setting(1, KINDS[kind], 1, KINDS[kind])
     sizes = {"steps": SKIPPED + args.steps + 1, "limit": limit, "groups": groups}

@@ -76,11 +76,11 @@ def generate(task: dict[str, Any]) -> dict[str, Any]:
     the prompts of one step, with the engine options, threads, environment and sampling that megarl
     gives its engines. Returns {"calls": (begin, end) of each counted call}.
     """
-    from megarl.cluster.process_env import engine_environment
-    from megarl.config import RunConfig, longest_request, read
+    from megarl.engines.vllm_arguments import engine_arguments
+    from megarl.engines.vllm_core import preload_openmp
     from megarl.rollout.batch_files import batch_of
-    from megarl.rollout.engine_arguments import engine_arguments
-    from megarl.rollout.engine_core import preload_openmp
+    from megarl.settings.config import RunConfig, longest_request, read
+    from megarl.system.process_env import engine_environment
 
     run = Path(task["run"])
     config = read(RunConfig, str(run / "recipe.yaml"), [])
@@ -137,8 +137,8 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
     Returns {"calls": (begin, end) of each counted call, "losses_and_norms": (loss, gradient norm)
     of each step the first time that it is trained on}.
     """
-    from megarl.cluster.process_env import prepare_environment
-    from megarl.config import RunConfig, read
+    from megarl.settings.config import RunConfig, read
+    from megarl.system.process_env import prepare_environment
 
     run = Path(task["run"])
     settings = [f"--replay.run={run}", f"--folder={task['folder']}", "--resume=false"]

@@ -89,8 +89,8 @@ class Trainer:
     """The policy with one way to pack, which trains a step at a time."""
 
     def __init__(self, way: str, args: Args, mesh: Any, device: Any, model: str):
-        from megarl.objectives.config import AlgorithmConfig
-        from megarl.trainer.config import OptimizerConfig
+        from megarl.settings.objectives import AlgorithmConfig
+        from megarl.settings.training import OptimizerConfig
         from megarl.trainer.policy import PolicyGradient
         from megarl.trainer.prefixes import must_save
 

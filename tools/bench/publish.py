@@ -48,7 +48,7 @@ from launch_ranks import launch
 from publish_ranks import THROUGH, work
 from reshard_plan import parse_degrees
 
-from megarl.cluster.recorded_table import recorded_table
+from megarl.weights.recorded_table import recorded_table
 
 CASES = [
     ("data 1 tensor 1 zero 0", 1, 1),

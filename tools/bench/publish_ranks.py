@@ -23,26 +23,26 @@ import torch
 import torch.distributed as dist
 from common import engine_arguments
 
-from megarl.cluster.recorded_table import recorded_table
+from megarl.engines.vllm_engine import Engine
 from megarl.parallel.collectives import barrier, broadcast_object, gather_objects
 from megarl.parallel.launcher import rank
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import Axis, finalise, initialise
 from megarl.parallel.reshard.boxes import ZEROS, empty_buffers, matrix
 from megarl.parallel.reshard.owned import training_owned
-from megarl.rollout.config import EngineConfig
-from megarl.rollout.engine import Engine
-from megarl.trainer.config import ModelConfig
+from megarl.settings.rollout import EngineConfig
+from megarl.settings.training import ModelConfig
+from megarl.settings.weight_sync import WeightSyncConfig
 from megarl.trainer.memory import sized_parameters
-from megarl.weight_sync import bucket_receiver as receive
-from megarl.weight_sync import checksums
-from megarl.weight_sync import publisher as wire
-from megarl.weight_sync.checksums import signed
-from megarl.weight_sync.config import WeightSyncConfig
-from megarl.weight_sync.parameters import engine_owned
-from megarl.weight_sync.probe import Probe
-from megarl.weight_sync.transports.base import wait_until
-from megarl.weight_sync.transports.shared_memory import SharedCounters
+from megarl.weights import bucket_receiver as receive
+from megarl.weights import checksums
+from megarl.weights import publisher as wire
+from megarl.weights.checksums import signed
+from megarl.weights.parameters import engine_owned
+from megarl.weights.probe import Probe
+from megarl.weights.recorded_table import recorded_table
+from megarl.weights.transports.base import wait_until
+from megarl.weights.transports.shared_memory import SharedCounters
 
 DTYPE, ITEMSIZE = torch.bfloat16, 2
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

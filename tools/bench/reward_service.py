@@ -52,9 +52,9 @@ async def serve(args: Args) -> None:
     import uvicorn
 
     from megarl.apps.serve.reward_server import Backend, RewardServer
-    from megarl.environments.addresses import Token
-    from megarl.environments.config import RewardServerConfig
     from megarl.environments.scores import Outcome
+    from megarl.settings.addresses import Token
+    from megarl.settings.environments import RewardServerConfig
     from megarl.types import Prompt
 
     draw, record = random.Random(os.getpid()), os.open(args.record, os.O_APPEND | os.O_WRONLY)
@@ -110,9 +110,9 @@ async def load(
     args: Args, port: int, record: Path, servers: list[subprocess.Popen[bytes]]
 ) -> dict[str, Any]:
     """Send the responses at their times, restart the server half-way; the outcomes by number."""
-    from megarl.environments.addresses import read_token
-    from megarl.environments.config import EnvironmentConfig, RemoteConfig
     from megarl.environments.reward_client import RewardClient
+    from megarl.settings.addresses import read_token
+    from megarl.settings.environments import EnvironmentConfig, RemoteConfig
     from megarl.types import Prompt
 
     url = f"http://127.0.0.1:{port}/v1/score"

@@ -18,15 +18,15 @@ from typing import Any
 import numpy as np
 import ray
 
-from megarl.cluster.channel import Channel, ChannelActor
-from megarl.cluster.remote import GenerateRequest, RemoteEngine
-from megarl.cluster.rollout_client import POLL_SHARE, PROGRESS_POLL_S, SERVICE
-from megarl.cluster.stored_arrays import stored
+from megarl.engines.channel import Channel, ChannelActor
+from megarl.engines.interface import Pulse
+from megarl.engines.remote import GenerateRequest, RemoteEngine
 from megarl.ledger.recorder import Recorder
-from megarl.private_folder import MARK
 from megarl.rollout.batch import shares
-from megarl.rollout.config import DynamicSamplingConfig, RolloutConfig
-from megarl.rollout.inference_engine import Pulse
+from megarl.rollout.client import POLL_SHARE, PROGRESS_POLL_S, SERVICE
+from megarl.rollout.stored_arrays import stored
+from megarl.settings.rollout import DynamicSamplingConfig, RolloutConfig
+from megarl.system.private_folder import MARK
 from megarl.types import Prompt, Segment, TokenArrays, Verdict
 
 SILENCE_S = 1800.0

@@ -34,13 +34,13 @@ from common import Args, qwen2, run_tool, table, write_config
 from peak_memory import Sampled, own_bytes
 from scale_actors import STEPS, Fleet, Ranks, build
 
-from megarl.cluster.process_env import own_cluster_token
-from megarl.cluster.ray_cluster import Cluster
-from megarl.cluster.recorded_table import recorded_table
 from megarl.parallel.layout import Layout
-from megarl.trainer.config import ModelConfig
+from megarl.rollout.ray_cluster import Cluster
+from megarl.settings.training import ModelConfig
+from megarl.system.process_env import own_cluster_token
 from megarl.trainer.memory import sized_parameters
-from megarl.weight_sync.route import Route, RouteSpec, table_fingerprint
+from megarl.weights.recorded_table import recorded_table
+from megarl.weights.route import Route, RouteSpec, table_fingerprint
 
 FLEETS = 4
 """Actors that the simulated engines are divided over."""

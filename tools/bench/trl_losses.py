@@ -30,7 +30,7 @@ from common import Args, Lines, run_tool, table
 from processes import child_environment, run
 
 from megarl.apps.tune.pairwise import Pairs, bradley_terry, kto, pair_loss
-from megarl.objectives.config import PreferenceLossConfig, RewardLossConfig
+from megarl.settings.objectives import PreferenceLossConfig, RewardLossConfig
 
 SIDES = ("chosen", "rejected", "others")
 OPTIONS = {

@@ -37,16 +37,16 @@ from common import Args, engine_arguments, listed, run_tool, table
 from launch_ranks import share_of
 
 from megarl.apps.runs.command_checks import check_rollout
-from megarl.cluster.process_env import prepare_environment
-from megarl.config import RunConfig, longest_request, read
 from megarl.data.tokenizer import load_tokenizer
+from megarl.engines.vllm_engine import Engine
 from megarl.environments.codec import Codec
-from megarl.environments.config import EnvironmentConfig
 from megarl.environments.scoring import Environment
 from megarl.rollout.attempts import Attempts, path
-from megarl.rollout.config import EngineConfig, RolloutConfig
-from megarl.rollout.engine import Engine
 from megarl.rollout.requests import EnginePool
+from megarl.settings.config import RunConfig, longest_request, read
+from megarl.settings.environments import EnvironmentConfig
+from megarl.settings.rollout import EngineConfig, RolloutConfig
+from megarl.system.process_env import prepare_environment
 from megarl.types import Group, Prompt, Rollout, Samples, Segment
 
 WAITING = """

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from megarl.environments.session import Observation
-from megarl.schema import require
-from megarl.third_party import opening
+from megarl.settings.schema import require
+from megarl.system.third_party import opening
 from megarl.types import Prompt
 
 SIZE, SEED = 100, 0

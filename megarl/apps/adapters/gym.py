@@ -13,7 +13,7 @@ from typing import Any
 
 from megarl.apps.adapters.episodes import Episode, Reply, rows_of
 from megarl.apps.adapters.packages import package
-from megarl.schema import require
+from megarl.settings.schema import require
 
 COLOURED = re.compile(r"((?:\x1b\[[\d;]*m)+)(.*?)\x1b\[0m", re.DOTALL)
 """Characters that a rendering marks by a colour, such as where the player stands."""

@@ -16,7 +16,7 @@ import numpy as np
 from megarl.apps.adapters.episodes import begun, replied, row, seeds, told_of
 from megarl.apps.adapters.packages import package
 from megarl.environments.session import Observation
-from megarl.schema import require
+from megarl.settings.schema import require
 from megarl.types import Prompt
 
 PAUSE_S = 0.2

@@ -8,7 +8,7 @@ import importlib
 import importlib.metadata
 from typing import Any
 
-from megarl.schema import require
+from megarl.settings.schema import require
 
 PINNED = {
     "reasoning_gym": ("reasoning-gym", "0.1.25"),

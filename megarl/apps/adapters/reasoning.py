@@ -14,11 +14,11 @@ import json
 from typing import Any
 
 from megarl.apps.adapters.packages import PINNED, package
-from megarl.environments.config import EnvironmentConfig
 from megarl.environments.response_text import after_last
 from megarl.environments.verifiers import Verifier
-from megarl.schema import require
-from megarl.third_party import opening
+from megarl.settings.environments import EnvironmentConfig
+from megarl.settings.schema import require
+from megarl.system.third_party import opening
 from megarl.types import Prompt
 
 USUAL = {"size": 500, "seed": 0}

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megarl.schema import require
+from megarl.settings.schema import require
 from megarl.types import Prompt
 
 PROGRAM = Path(__file__).with_name("verifiers_env.py")

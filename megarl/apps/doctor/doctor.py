@@ -20,11 +20,11 @@ from megarl.apps.doctor import machine, software
 from megarl.apps.doctor.communication import TRIALS, try_program
 from megarl.apps.doctor.findings import Finding
 from megarl.apps.verifiers.code.sandbox import Sandbox
-from megarl.cluster.process_env import prepare_environment
-from megarl.console import Arguments, result
-from megarl.environments.code_config import CodeConfig
 from megarl.environments.isolation import MOVES_SINCE, landlock_version
-from megarl.schema import require
+from megarl.settings.code import CodeConfig
+from megarl.settings.schema import require
+from megarl.system.console import Arguments, result
+from megarl.system.process_env import prepare_environment
 
 
 def check_isolation() -> Iterator[Finding]:

@@ -9,8 +9,8 @@ import tempfile
 from collections.abc import Iterator
 
 from megarl.apps.doctor.findings import GIB, Finding, ask_python
-from megarl.host_memory import free_memory
 from megarl.parallel.devices import why_unseen
+from megarl.system.host_memory import free_memory
 from megarl.trainer import threads
 
 DEVICES = """

@@ -30,13 +30,13 @@ from megarl.apps.tools.markup import TurnMarkup
 from megarl.apps.tools.parsers import CallReader
 from megarl.apps.tools.tool import Schema
 from megarl.environments.codec import Codec
-from megarl.environments.config import EnvironmentConfig
 from megarl.environments.session import AgentObservation, Answer, Observation
 from megarl.environments.user_calls import LimitExceeded, outcome_of
 from megarl.environments.user_code import Sources, own_function
-from megarl.files import canonical_json
-from megarl.lookup import AGENTS, load
-from megarl.schema import require
+from megarl.settings.environments import EnvironmentConfig
+from megarl.settings.schema import require
+from megarl.system.files import canonical_json
+from megarl.system.lookup import AGENTS, load
 from megarl.types import Prompt
 
 FUNCTION = "environment.agent.function"

@@ -23,9 +23,9 @@ from typing import Any
 from megarl.environments.descendants import END_WITHIN_S
 from megarl.environments.isolation import has_filters, landlock_version
 from megarl.environments.session import Answer
-from megarl.files import in_thread, remove_folder
-from megarl.private_folder import MARK
-from megarl.schema import require
+from megarl.settings.schema import require
+from megarl.system.files import in_thread, remove_folder
+from megarl.system.private_folder import MARK
 from megarl.types import Prompt
 
 ROOT = Path(__file__).resolve().parents[3]  # where the package megarl lies

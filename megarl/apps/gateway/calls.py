@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Literal
 
-from megarl.chat_template import Turn
-from megarl.files import canonical_json
-from megarl.rollout.config import MOST_STOPS
+from megarl.data.chat_template import Turn
+from megarl.settings.rollout import MOST_STOPS
+from megarl.system.files import canonical_json
 
 Kind = Literal["invalid_request_error", "authentication_error", "not_found_error", "api_error"]
 

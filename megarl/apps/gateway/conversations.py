@@ -20,8 +20,8 @@ from hashlib import blake2b
 from typing import Any
 
 from megarl.apps.tools.markup import TurnMarkup
-from megarl.chat_template import Tools, Turn
-from megarl.files import canonical_json
+from megarl.data.chat_template import Tools, Turn
+from megarl.system.files import canonical_json
 
 RAW = "text"
 """Role of a text that no chat template writes, the only message of its conversation."""

@@ -36,14 +36,14 @@ from megarl.apps.launch.launch_run import Launcher, announce
 from megarl.apps.launch.slurm import allocated_hosts, requeue, srun
 from megarl.checkpoints.lease import take
 from megarl.checks.named_files import check_named_files
-from megarl.config import AnyConfig, RunConfig
-from megarl.console import Options, result
 from megarl.errors import UserError
 from megarl.parallel.devices import are_hidden, driver_gpus
 from megarl.parallel.launcher import free_port
-from megarl.recipe_paths import recipe_path
-from megarl.schema import require
-from megarl.signals import SAVE_WITHIN_S, EndedBySignal
+from megarl.settings.config import AnyConfig, RunConfig
+from megarl.settings.recipe_paths import recipe_path
+from megarl.settings.schema import require
+from megarl.system.console import Options, result
+from megarl.system.signals import SAVE_WITHIN_S, EndedBySignal
 
 
 def main(config: AnyConfig, options: Options) -> int:

@@ -11,11 +11,11 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megarl.config import AnyConfig, RunConfig
-from megarl.console import Options
 from megarl.parallel.layout import resolve
-from megarl.schema import require
-from megarl.trainer.places import RolePlace, role_places
+from megarl.settings.config import AnyConfig, RunConfig
+from megarl.settings.schema import require
+from megarl.system.console import Options
+from megarl.trainer.role_placement import RolePlace, role_places
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from typing import Literal
 
 from megarl.apps.launch.launch_plan import Gpu, Gpus, LaunchPlan, ProgramCommand
 from megarl.apps.launch.slurm import srun
-from megarl.cluster.process_env import ENGINE_RANKS, RAY_ON_LOOPBACK, RAY_SETTINGS
-from megarl.config import RunConfig
-from megarl.console import Options
-from megarl.private_folder import MARK
-from megarl.recipe_paths import recipe_path
-from megarl.signals import SAVE_WITHIN_S, SHUTDOWN, SHUTDOWN_S
+from megarl.settings.config import RunConfig
+from megarl.settings.recipe_paths import recipe_path
+from megarl.system.console import Options
+from megarl.system.private_folder import MARK
+from megarl.system.process_env import ENGINE_RANKS, RAY_ON_LOOPBACK, RAY_SETTINGS
+from megarl.system.signals import SAVE_WITHIN_S, SHUTDOWN, SHUTDOWN_S
 
 HEAD = "NODE0"
 """Placeholder for the address of the first node in commands that the user starts by hand."""

@@ -20,9 +20,9 @@ from pathlib import Path
 from megarl.apps.launch.launch_processes import Addresses, Process
 from megarl.apps.launch.node_process import END, KILL, MARGIN_S, POLL_S
 from megarl.apps.launch.slurm import srun
-from megarl.console import printable
-from megarl.private_folder import PrivateFolder, kill_marked, refuse_open
-from megarl.signals import SHUTDOWN_S, ignore_while_closing
+from megarl.system.console import printable
+from megarl.system.private_folder import PrivateFolder, kill_marked, refuse_open
+from megarl.system.signals import SHUTDOWN_S, ignore_while_closing
 
 READY_WITHIN_S = 240.0
 """Seconds after its start within which Ray must run on all nodes."""

@@ -13,8 +13,8 @@ import random
 import shlex
 from pathlib import Path
 
-from megarl.console import Arguments, result
 from megarl.errors import UserError
+from megarl.system.console import Arguments, result
 
 RECIPE = """\
 # Every key with its meaning: megarl run recipe.yaml --help prompts

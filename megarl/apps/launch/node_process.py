@@ -26,8 +26,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.private_folder import MARK, PrivateFolder, use
-from megarl.signals import SHUTDOWN, SHUTDOWN_S, die_with_parent
+from megarl.system.private_folder import MARK, PrivateFolder, use
+from megarl.system.signals import SHUTDOWN, SHUTDOWN_S, die_with_parent
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 POLL_S = 0.2

@@ -12,9 +12,9 @@ from typing import Any
 import yaml
 
 from megarl.apps.launch.launch_plan import Gpu, Gpus, LaunchPlan
-from megarl.config import RewardModelConfig, RunConfig
-from megarl.schema import replace
-from megarl.trainer.config import CriticConfig, ModelConfig, RewardModelRoleConfig, TeacherConfig
+from megarl.settings.config import RewardModelConfig, RunConfig
+from megarl.settings.schema import replace
+from megarl.settings.training import CriticConfig, ModelConfig, RewardModelRoleConfig, TeacherConfig
 from megarl.trainer.memory import (
     Memory,
     SizedParameter,
@@ -24,7 +24,7 @@ from megarl.trainer.memory import (
     sized_parameters,
     with_head,
 )
-from megarl.trainer.places import policy_as_reference, reference_adapter, role_training
+from megarl.trainer.role_placement import policy_as_reference, reference_adapter, role_training
 from megarl.trainer.working_memory import kept_memory, most_share
 
 WIDTH = 120

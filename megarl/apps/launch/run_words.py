@@ -12,15 +12,15 @@ import os
 from collections.abc import Callable
 from functools import partial
 
-from megarl import config as configs
 from megarl.apps.launch.launch_plan import fewest_ranks, shared_ranks
-from megarl.config import AnyConfig
-from megarl.console import Options, say
-from megarl.lookup import load
 from megarl.parallel import launcher
 from megarl.parallel.devices import are_hidden, driver_gpus
-from megarl.schema import require
-from megarl.signals import SHUTDOWN, SHUTDOWN_S
+from megarl.settings import config as configs
+from megarl.settings.config import AnyConfig
+from megarl.settings.schema import require
+from megarl.system.console import Options, say
+from megarl.system.lookup import load
+from megarl.system.signals import SHUTDOWN, SHUTDOWN_S
 
 PLACEMENT = ("port", "nodes", "gpus_per_node", "cpu", "dry_run", "requeue")
 """Options of `megarl run` with which Ray and ranks are placed on GPUs and nodes."""

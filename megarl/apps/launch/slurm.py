@@ -8,7 +8,7 @@ import re
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from megarl.schema import require
+from megarl.settings.schema import require
 
 
 def allocated_hosts(environment: Mapping[str, str], own: str) -> list[str]:

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megarl import console
 from megarl.errors import UserError
-from megarl.schema import require
+from megarl.settings.schema import require
+from megarl.system import console
 
 CONTEXT = 4096
 """Most tokens of a conversation; fewer if the model has fewer positions."""
@@ -100,9 +100,9 @@ class Chat:
             ValueError: the model or its tokenizer cannot be read, or `system` is given to a model
                 whose tokenizer has no chat template.
         """
-        from megarl.chat_template import ChatTemplate, ends_of_turns
         from megarl.checks.model_checks import check_model, stop_tokens
-        from megarl.trainer.config import ModelConfig
+        from megarl.data.chat_template import ChatTemplate, ends_of_turns
+        from megarl.settings.training import ModelConfig
         from megarl.trainer.model_config import positions
 
         config = ModelConfig(path=path)
@@ -172,10 +172,10 @@ def _engine(path: str, context: int) -> Any:
     """
     import torch
 
-    from megarl.cluster.process_env import engine_environment
-    from megarl.quick_imports import quick_imports
-    from megarl.rollout.config import EngineConfig
-    from megarl.rollout.engine_arguments import engine_arguments, tokenizer_arguments
+    from megarl.engines.vllm_arguments import engine_arguments, tokenizer_arguments
+    from megarl.settings.rollout import EngineConfig
+    from megarl.system.process_env import engine_environment
+    from megarl.system.quick_imports import quick_imports
     from megarl.trainer import threads
     from megarl.trainer.precision import has_bfloat16
 

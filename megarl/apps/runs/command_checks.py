@@ -7,13 +7,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.config import RunConfig
 from megarl.observe.observer import METRICS
 from megarl.observe.sinks import read_records
-from megarl.schema import require
+from megarl.settings.config import RunConfig
+from megarl.settings.schema import require
 
 if TYPE_CHECKING:
-    from megarl.console import Options
+    from megarl.system.console import Options
     from megarl.trainer.context import RunInputs
 
 
@@ -85,7 +85,7 @@ def check_replay(config: RunConfig, ranks: int | None = None) -> RunInputs:
     from megarl.rollout.batch_files import refuse_gaps
     from megarl.trainer.context import RunInputs, trained_roles
     from megarl.trainer.loading import check_weights
-    from megarl.trainer.places import RolePlace, policy_ranks
+    from megarl.trainer.role_placement import RolePlace, policy_ranks
 
     run = Path(config.replay.run)
     require(

@@ -15,12 +15,12 @@ import yaml
 from megarl.apps.runs.audit import Audit, audit
 from megarl.checkpoints.listing import newest_first
 from megarl.checkpoints.progress import read_progress
-from megarl.console import Arguments, result, say
 from megarl.errors import UserError
 from megarl.ledger.events import Event, from_record
 from megarl.ledger.journal import FILE, Reader, difference
 from megarl.observe.observer import METRICS
 from megarl.observe.sinks import read_records
+from megarl.system.console import Arguments, result, say
 
 
 def main(arguments: list[str]) -> int:

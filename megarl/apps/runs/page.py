@@ -13,7 +13,7 @@ from typing import Any, Literal
 import jinja2
 import numpy as np
 
-from megarl.files import UNFINISHED
+from megarl.system.files import UNFINISHED
 
 DRAWN = 500
 """Most values of a series in the page; longer series are reduced to so many."""

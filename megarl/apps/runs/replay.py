@@ -15,25 +15,25 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megarl import console
-from megarl.activity.spans import step_begins
 from megarl.apps.runs.command_checks import steps_to_replay
 from megarl.checkpoints.listing import newest_first
 from megarl.checkpoints.manifest import DIGESTS
-from megarl.config import DistillConfig, RunConfig
 from megarl.errors import UserError
-from megarl.limits import MOST_STEPS
-from megarl.loops import distill, rl
-from megarl.loops.rl import Method, refuse_lost, serve, tell, train_step
-from megarl.loops.rl_setup import TrainingParts, build_training
-from megarl.loops.schedule import save_due
 from megarl.observe.live_report import LiveReport
 from megarl.observe.observer import METRICS
 from megarl.observe.sinks import read_records
 from megarl.parallel.collectives import broadcast_object
 from megarl.rollout.batch_files import batch_of
-from megarl.schema import replace
-from megarl.signals import Stop, graceful
+from megarl.run import distill, loop
+from megarl.run.build import TrainingParts, build_training
+from megarl.run.loop import Method, refuse_lost, serve, tell, train_step
+from megarl.run.schedule import save_due
+from megarl.settings.config import DistillConfig, RunConfig
+from megarl.settings.limits import MOST_STEPS
+from megarl.settings.schema import replace
+from megarl.system import console
+from megarl.system.signals import Stop, graceful
+from megarl.system.spans import step_begins
 from megarl.trainer.context import RunInputs, open_context
 
 NOT_COMPARED = ("tokens/trained_per_s", "tokens/generated_per_s")
@@ -46,7 +46,7 @@ def main(config: RunConfig, inputs: RunInputs) -> int:
     rank; rank 0 prints `differences` as one JSON object. `inputs`: of `check_replay`. Returns the
     exit code: 1 on rank 0 if anything differs, otherwise 0.
     """
-    method = distill.METHOD if isinstance(config, DistillConfig) else rl.method_of(config)
+    method = distill.METHOD if isinstance(config, DistillConfig) else loop.method_of(config)
     run, steps = Path(config.replay.run), steps_to_replay(config)
     # The run has counted skipped and empty steps anew after each resume.
     training = replace(config.training, max_skipped_steps=MOST_STEPS, max_empty_steps=MOST_STEPS)

@@ -39,10 +39,10 @@ from megarl.apps.runs.report_compare import (
     settings_of,
 )
 from megarl.apps.runs.report_rollouts import histograms, listings
-from megarl.console import Arguments, result
 from megarl.errors import UserError
-from megarl.files import UNFINISHED
 from megarl.observe.summary import Run, read_run, read_starts, usual_bounds
+from megarl.system.console import Arguments, result
+from megarl.system.files import UNFINISHED
 
 FILE, TOGETHER = "report.html", "compare.html"
 """Names of the page of one run, in its folder, and of that of several, in the current folder."""

@@ -12,8 +12,8 @@ from typing import Any
 
 from megarl.errors import shortened
 from megarl.observe.summary import Run, evaluated_ends, rollout_ends, summarise_run
-from megarl.recipe_file import read_tree
-from megarl.schema import leaves
+from megarl.settings.recipe_file import read_tree
+from megarl.settings.schema import leaves
 
 OF_ONE_RUN = {"seed", "folder", "resume"}
 """Settings in which the runs of a group may differ."""

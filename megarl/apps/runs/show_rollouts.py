@@ -17,10 +17,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from megarl import console
-from megarl.cluster.rollout_client import RolloutClient
-from megarl.config import RunConfig, silence_s
-from megarl.loops.evaluate import answering, generate
+from megarl.rollout.client import RolloutClient
+from megarl.run.evaluate import answering, generate
+from megarl.settings.config import RunConfig, silence_s
+from megarl.system import console
 from megarl.trainer.context import RunInputs
 from megarl.types import Prompt
 

@@ -13,16 +13,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megarl.activity.files import ProcessTrace, newest_traces, read_traces
-from megarl.activity.process import machine
-from megarl.activity.spans import FOLDER, SIGNAL, STACKS
 from megarl.checkpoints.lease import ENDED, Record, is_held, read_owner
 from megarl.checkpoints.listing import checkpoint_of, step_of
 from megarl.checks.folder_checks import planned_steps
-from megarl.console import Arguments, in_terminal, printable, result
 from megarl.errors import UserError
 from megarl.observe.observer import METRICS
 from megarl.observe.sinks import read_records
+from megarl.system.console import Arguments, in_terminal, printable, result
+from megarl.system.process_state import machine
+from megarl.system.spans import FOLDER, SIGNAL, STACKS
+from megarl.system.trace_files import ProcessTrace, newest_traces, read_traces
 
 SHOWN = ("reward/mean", "accuracy", "loss", "length/mean", "time/step_s")
 """Metrics of the last step that are shown."""

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 import regex
 
-from megarl.chat_template import ChatTemplate, Variables
-from megarl.control_tokens import ControlTokens
+from megarl.data.chat_template import ChatTemplate, Variables
+from megarl.data.control_tokens import ControlTokens
 from megarl.data.rows import column, text_of
 from megarl.data.tokens import prompt_tokens
 from megarl.environments.scores import BadScore, Outcome, read_score
-from megarl.schema import require, shortened
+from megarl.settings.schema import require, shortened
 from megarl.types import Prompt
 
 if TYPE_CHECKING:

@@ -25,11 +25,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from megarl.environments.addresses import Token
-from megarl.environments.config import RewardServerConfig
 from megarl.environments.scores import BadScore, Outcome
 from megarl.environments.wire import ROUTE, WITHIN, BadMessage, Sample, answer_body, read_request
 from megarl.errors import EngineLost
+from megarl.settings.addresses import Token
+from megarl.settings.environments import RewardServerConfig
 from megarl.types import Prompt
 
 HEALTH = "/health"

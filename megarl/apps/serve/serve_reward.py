@@ -20,12 +20,9 @@ from unittest.mock import patch
 
 import uvicorn
 
-from megarl import console
 from megarl.apps.serve.reward_server import Backend, RewardServer
 from megarl.checks.folder_checks import check_writable
 from megarl.checks.verifier_trial import check_verifier
-from megarl.environments.addresses import Token, read_token
-from megarl.environments.config import EnvironmentConfig, RewardServerConfig
 from megarl.environments.judging import Judge
 from megarl.environments.scores import Outcome
 from megarl.environments.scoring import client_token
@@ -33,9 +30,12 @@ from megarl.environments.verifiers import named
 from megarl.environments.wire import ROUTE
 from megarl.errors import EngineLost, UserError
 from megarl.parallel import launcher
-from megarl.schema import require
-from megarl.serve_config import ServeRewardConfig
-from megarl.signals import SIGNALS
+from megarl.settings.addresses import Token, read_token
+from megarl.settings.environments import EnvironmentConfig, RewardServerConfig
+from megarl.settings.schema import require
+from megarl.settings.serve import ServeRewardConfig
+from megarl.system import console
+from megarl.system.signals import SIGNALS
 from megarl.types import Prompt
 
 

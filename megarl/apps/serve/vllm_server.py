@@ -21,16 +21,16 @@ import aiohttp
 import numpy as np
 import yaml
 
-from megarl import console
 from megarl.apps.serve.judge import judge_response
 from megarl.apps.serve.reward_server import Backend
 from megarl.apps.serve.served_models import ServedJudge, ServedRewardModel
-from megarl.cluster.process_env import engine_environment
+from megarl.engines.vllm_arguments import engine_arguments, tokenizer_arguments
 from megarl.environments.scores import BadScore, Outcome
 from megarl.errors import EngineLost, UserError
 from megarl.parallel.mesh import local_device
-from megarl.rollout.engine_arguments import engine_arguments, tokenizer_arguments
-from megarl.serve_config import JudgeConfig, ServedModelConfig
+from megarl.settings.serve import JudgeConfig, ServedModelConfig
+from megarl.system import console
+from megarl.system.process_env import engine_environment
 from megarl.trainer.threads import shared
 from megarl.types import Prompt
 
@@ -39,7 +39,7 @@ END_WITHIN_S = 1.0
 POLL_S = 0.2
 START = """
 import signal, sys
-from megarl.signals import die_with_parent
+from megarl.system.signals import die_with_parent
 die_with_parent(int(sys.argv.pop()), signal.SIGTERM)
 from vllm.entrypoints.launchers.api_server.entry import main
 main()

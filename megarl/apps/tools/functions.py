@@ -16,7 +16,7 @@ from pydantic.errors import PydanticUserError
 from megarl.apps.tools.tool import CallError, as_text, function_schema
 from megarl.environments.user_calls import LimitExceeded, UserCalls
 from megarl.environments.user_code import check_function
-from megarl.schema import require
+from megarl.settings.schema import require
 
 FUNCTIONS = "environment.tools.functions"
 SHOWN_PROBLEMS = 3

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from megarl.apps.tools.tool import Schema
-from megarl.chat_template import ChatTemplate, Turn, Variables
-from megarl.control_tokens import unmarked
-from megarl.files import canonical_json
-from megarl.schema import require
-from megarl.turn_ends import CALL_ID, SAID, alike
+from megarl.data.chat_template import ChatTemplate, Turn, Variables
+from megarl.data.control_tokens import unmarked
+from megarl.data.turn_ends import CALL_ID, SAID, alike
+from megarl.settings.schema import require
+from megarl.system.files import canonical_json
 
 SETTING = "tools (environment.tools or environment.agent): the chat template"
 QUESTION = "MEGARLASKEDTHIS"

@@ -21,8 +21,8 @@ from pydantic import ValidationError
 
 from megarl.apps.tools.tool import CallError, Schema, ToolUnavailable, function_schema, read_object
 from megarl.apps.tools.transports import FAILED, LOST, SOON_S, LastWords, over_http, over_pipes
-from megarl.environments.addresses import is_remote, read_token
-from megarl.schema import shortened
+from megarl.settings.addresses import is_remote, read_token
+from megarl.settings.schema import shortened
 
 START_WITHIN_S = 60.0
 ERROR_CHARACTERS = 300

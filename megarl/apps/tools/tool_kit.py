@@ -17,11 +17,11 @@ from megarl.apps.tools.markup import TurnMarkup
 from megarl.apps.tools.parsers import Call, CallReader
 from megarl.apps.tools.tool import CallError, Schema, Tool, tool_name
 from megarl.environments.codec import Codec
-from megarl.environments.config import EnvironmentConfig
 from megarl.environments.session import Answer, Observation
 from megarl.environments.user_calls import UserCalls
 from megarl.environments.user_code import Sources, own_function
-from megarl.schema import require
+from megarl.settings.environments import EnvironmentConfig
+from megarl.settings.schema import require
 from megarl.types import Prompt
 
 if TYPE_CHECKING:

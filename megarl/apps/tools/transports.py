@@ -27,13 +27,13 @@ from mcp.shared.message import SessionMessage
 from mcp.types import PARSE_ERROR, JSONRPCError, jsonrpc_message_adapter
 from pydantic import ValidationError
 
-from megarl.environments.addresses import Token
+from megarl.settings.addresses import Token
 
 ROOT = Path(__file__).resolve().parents[3]  # where the package megarl lies
 # The server ends with this process, even one that is killed.
 PROGRAM = """import sys
 sys.path[:0] = [path for path in sys.argv[1:2] if path not in sys.path]
-from megarl.signals import become
+from megarl.system.signals import become
 become(int(sys.argv[2]), sys.argv[3:])"""
 WORDS = 600
 """Most characters of a server's standard error that are quoted in an error message."""

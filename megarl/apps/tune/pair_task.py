@@ -27,9 +27,9 @@ from megarl.apps.tune.pairs import (
 )
 from megarl.apps.tune.pairwise import Terms, pair_difference
 from megarl.apps.tune.supervised import StepLoss, Task
-from megarl.config import SupervisedConfig
 from megarl.data.preferences import PreferenceList
 from megarl.parallel.collectives import all_reduce
+from megarl.settings.config import SupervisedConfig
 from megarl.trainer.context import RunContext, RunInputs
 from megarl.trainer.finite import StepGuard
 from megarl.trainer.role import Role

@@ -31,7 +31,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import logsigmoid
 
-from megarl.objectives.config import PreferenceLossConfig, RewardLossConfig
+from megarl.settings.objectives import PreferenceLossConfig, RewardLossConfig
 
 CERTAIN = 1e-9
 """A response's mean log-prob counts as at most -CERTAIN in `orpo`, whose odds are infinite at a

@@ -16,9 +16,9 @@ from megarl.apps.tune.pairs import PairBatch, sums_of_responses
 from megarl.apps.tune.pairwise import Pairs, Terms, kto, pair_loss
 from megarl.apps.tune.reference_scores import reference_scores
 from megarl.apps.tune.supervised import run_supervised
-from megarl.config import PreferenceConfig
-from megarl.objectives.config import PreferenceLossConfig
 from megarl.parallel.collectives import all_reduce
+from megarl.settings.config import PreferenceConfig
+from megarl.settings.objectives import PreferenceLossConfig
 from megarl.trainer.context import RunContext, RunInputs
 from megarl.trainer.role import Role
 

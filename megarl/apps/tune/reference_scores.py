@@ -11,19 +11,19 @@ from typing import cast
 import numpy as np
 import xxhash
 
-from megarl import console
 from megarl.apps.tune.pairs import sums_of_responses, take_all_pairs
 from megarl.checkpoints.adapter_files import adapter_digest
-from megarl.config import PreferenceConfig
 from megarl.data.preferences import PreferenceList
-from megarl.files import new_file
 from megarl.parallel.collectives import all_reduce, broadcast_object
-from megarl.schema import replace
-from megarl.trainer.config import LoraConfig, ModelConfig
+from megarl.settings.config import PreferenceConfig
+from megarl.settings.schema import replace
+from megarl.settings.training import LoraConfig, ModelConfig
+from megarl.system import console
+from megarl.system.files import new_file
 from megarl.trainer.context import DataRows, RunContext
 from megarl.trainer.model_config import load_model_config
-from megarl.trainer.places import reference_adapter
 from megarl.trainer.role import Role
+from megarl.trainer.role_placement import reference_adapter
 from megarl.trainer.weights import weight_files
 
 READ_BYTES = 2**24

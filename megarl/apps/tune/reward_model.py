@@ -16,8 +16,8 @@ from megarl.apps.tune.pair_task import PairStep, PairTask
 from megarl.apps.tune.pairs import PairBatch
 from megarl.apps.tune.pairwise import Terms, bradley_terry
 from megarl.apps.tune.supervised import run_supervised
-from megarl.config import RewardModelConfig
-from megarl.objectives.config import RewardLossConfig
+from megarl.settings.config import RewardModelConfig
+from megarl.settings.objectives import RewardLossConfig
 from megarl.trainer.context import RunContext, RunInputs
 from megarl.trainer.role import Role
 

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import IO, Any
 
 import megarl
-from megarl import console
 from megarl.apps.tune.sampling_checks import SampleInputs
 from megarl.apps.tune.text_scores import Text, score_texts
-from megarl.cluster.rollout_client import RolloutClient
-from megarl.config import RunConfig, silence_s
-from megarl.files import new_file
-from megarl.loops.evaluate import add_records, answering, generate, make_folder
 from megarl.observe.sinks import finite
+from megarl.rollout.client import RolloutClient
+from megarl.run.evaluate import add_records, answering, generate, make_folder
+from megarl.settings.config import RunConfig, silence_s
+from megarl.system import console
+from megarl.system.files import new_file
 
 Record = dict[str, Any]
 """One scored response, a dict with `prompt`, `response`, `answer` (the reference answer), `reward`,

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from megarl.checks.layout_checks import check_positions, check_role
 from megarl.checks.preflight import check_run, ranks_to_check
-from megarl.config import RunConfig
 from megarl.parallel.layout import Layout
-from megarl.schema import replace, require
-from megarl.trainer.config import LayoutConfig
+from megarl.settings.config import RunConfig
+from megarl.settings.schema import replace, require
+from megarl.settings.training import LayoutConfig
 from megarl.trainer.context import RunInputs
-from megarl.trainer.places import RolePlace
+from megarl.trainer.role_placement import RolePlace
 
 
 @dataclass(frozen=True)

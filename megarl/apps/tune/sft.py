@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from megarl.apps.tune.supervised import StepLoss, Task, chunks, run_supervised, supervised_step
-from megarl.config import SftConfig
 from megarl.parallel.collectives import broadcast_object
+from megarl.settings.config import SftConfig
 from megarl.trainer.context import RunContext, RunInputs
 from megarl.trainer.finite import StepGuard
 from megarl.trainer.role import Role

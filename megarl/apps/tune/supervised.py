@@ -19,15 +19,15 @@ from typing import Any
 
 import torch
 
-from megarl import console
-from megarl.activity.spans import activity, step_begins
-from megarl.config import SupervisedConfig
 from megarl.errors import UserError
-from megarl.loops.schedule import due, save_due
 from megarl.observe.live_report import LiveReport
 from megarl.observe.summary import read_run
 from megarl.parallel.collectives import broadcast_object
-from megarl.signals import graceful
+from megarl.run.schedule import due, save_due
+from megarl.settings.config import SupervisedConfig
+from megarl.system import console
+from megarl.system.signals import graceful
+from megarl.system.spans import activity, step_begins
 from megarl.trainer.context import DataRows, RunContext, RunInputs, open_context
 from megarl.trainer.finite import StepGuard
 from megarl.trainer.prefixes import balance_of

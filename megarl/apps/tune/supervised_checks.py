@@ -9,7 +9,6 @@ from typing import Any
 
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedTokenizerBase
 
-from megarl.chat_template import ends_of_turns
 from megarl.checks.folder_checks import (
     check_folder,
     check_observe,
@@ -25,18 +24,19 @@ from megarl.checks.model_checks import (
     unused_weights,
 )
 from megarl.checks.preflight import find_checkpoint, ranks_to_check, warn
-from megarl.config import (
+from megarl.data.chat_template import ends_of_turns
+from megarl.data.demonstrations import load_demonstrations
+from megarl.data.preferences import load_preferences
+from megarl.data.tokenizer import pad_apart
+from megarl.parallel import launcher
+from megarl.settings.config import (
     PreferenceConfig,
     RewardModelConfig,
     SftConfig,
     SupervisedConfig,
     with_steps,
 )
-from megarl.data.demonstrations import load_demonstrations
-from megarl.data.preferences import load_preferences
-from megarl.data.tokenizer import pad_apart
-from megarl.parallel import launcher
-from megarl.schema import require
+from megarl.settings.schema import require
 from megarl.trainer.context import DataRows, RunInputs
 from megarl.trainer.heads import HeadName
 from megarl.trainer.loading import check_weights

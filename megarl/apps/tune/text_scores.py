@@ -10,16 +10,16 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple
 
 from megarl.apps.tune.pairs import sums_of_responses
-from megarl.chat_template import end_of_turn
-from megarl.config import RunConfig
-from megarl.data.config import TemplateName
+from megarl.data.chat_template import end_of_turn
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.tokens import scored_tokens
 from megarl.errors import UserError
 from megarl.parallel import mesh as mesh_module
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import ProcessMesh
-from megarl.trainer.config import ModelConfig, TrainingConfig
+from megarl.settings.config import RunConfig
+from megarl.settings.data import TemplateName
+from megarl.settings.training import ModelConfig, TrainingConfig
 from megarl.trainer.role import Role
 from megarl.types import Samples
 

@@ -8,9 +8,9 @@ from decimal import Decimal
 from typing import Any
 
 from megarl.apps.verifiers.code.code_tests import same_json
-from megarl.environments.config import EnvironmentConfig
 from megarl.environments.response_text import row_value
-from megarl.schema import require, shortened
+from megarl.settings.environments import EnvironmentConfig
+from megarl.settings.schema import require, shortened
 from megarl.types import Prompt
 
 FENCE = "```"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from megarl.environments.config import EnvironmentConfig
 from megarl.environments.response_text import Counted, row_value
 from megarl.environments.scores import read_score
-from megarl.environments.verifier_config import LengthConfig
 from megarl.environments.verifiers import VERIFIERS, Verifier, built_in
-from megarl.schema import require
+from megarl.settings.environments import EnvironmentConfig
+from megarl.settings.schema import require
+from megarl.settings.verifiers import LengthConfig
 from megarl.types import Prompt
 
 

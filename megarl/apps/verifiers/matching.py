@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 
 import regex as patterns
 
-from megarl.environments.config import EnvironmentConfig
 from megarl.environments.response_text import after_last, without_thousands
-from megarl.schema import require, shortened
+from megarl.settings.environments import EnvironmentConfig
+from megarl.settings.schema import require, shortened
 from megarl.types import Prompt
 
 Verify = Callable[[Prompt, str], Awaitable[float]]

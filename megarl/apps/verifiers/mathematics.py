@@ -37,7 +37,7 @@ from megarl.apps.verifiers.values import (
     same_term,
     variables,
 )
-from megarl.environments.config import EnvironmentConfig
+from megarl.settings.environments import EnvironmentConfig
 from megarl.types import Prompt
 
 FINAL = "####"  # GSM8K's mark of a final answer

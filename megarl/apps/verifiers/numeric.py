@@ -9,8 +9,8 @@ import re
 from collections.abc import Awaitable, Callable, Iterator
 from fractions import Fraction
 
-from megarl.environments.config import EnvironmentConfig
 from megarl.environments.response_text import after_last
+from megarl.settings.environments import EnvironmentConfig
 from megarl.types import Prompt
 
 MOST_CHARACTERS = 10_000

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megarl.rollout.config import RolloutConfig
 from megarl.rollout.dispatch.contract import DispatchPolicy, Limits
 from megarl.rollout.dispatch.ordered import Ordered
 from megarl.rollout.dispatch.windowed import Windowed
+from megarl.settings.rollout import RolloutConfig
 from megarl.types import Cursor
 
 POLICIES: dict[str, type[DispatchPolicy]] = {"ordered": Ordered, "windowed": Windowed}

@@ -12,16 +12,16 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from megarl import console
 from megarl.apps.verifiers.code import code_tests
 from megarl.apps.verifiers.code.sandbox import Sandbox
-from megarl.environments.code_config import CodeConfig
 from megarl.environments.scores import BadScore, Score
 from megarl.parallel import launcher
+from megarl.settings.code import CodeConfig
+from megarl.system import console
 from megarl.types import Prompt
 
 if TYPE_CHECKING:
-    from megarl.environments.config import EnvironmentConfig
+    from megarl.settings.environments import EnvironmentConfig
 
 SHARE_OF_LIMIT = 0.9
 """Fraction of `environment.time_limit_s` that all tests of a response have together."""

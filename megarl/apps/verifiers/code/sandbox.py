@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.apps.verifiers.code import program_server
 
 if TYPE_CHECKING:
-    from megarl.environments.code_config import CodeConfig
+    from megarl.settings.code import CodeConfig
 
 START_WITHIN_S = 30.0
 LATE_S = 6.0

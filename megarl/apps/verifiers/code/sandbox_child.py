@@ -41,7 +41,7 @@ from typing import Any
 from megarl.apps.verifiers.code import sandbox_kernel as kernel
 from megarl.apps.verifiers.code.assert_checker import check_asserts
 from megarl.environments.descendants import descendants, end_children
-from megarl.files import remove_folder
+from megarl.system.files import remove_folder
 
 GRACE_S = 2.0
 """Seconds after a job's own time limit until the job is killed: its report is still to be written.

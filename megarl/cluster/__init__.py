@@ -1,1 +1,0 @@
-"""Ray processes of a run: engines, the rollout service, and where they are placed."""

@@ -1,0 +1,449 @@
+"""The inference engines of a run, in the process of the rollout service, which owns them.
+
+    starting -> ready, without weights -> serving -> lost -> ended -> starting ...
+
+A coroutine for each engine starts it, asks every `BEAT_S` seconds for a sign of life, and replaces
+it when it dies or hangs, while the others go on. A new engine serves requests once a publication,
+the sending of a weight version by the trainer's ranks, has reached it. A run whose last engine with
+weights is lost ends. Rank 0 calls engines through `megarl.engines.client`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import ray
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError
+
+from megarl.engines.interface import Pulse
+from megarl.engines.remote import EngineActor
+from megarl.errors import ProcessLost
+from megarl.settings.rollout import ENGINE_STARTS
+from megarl.system.console import say
+from megarl.system.deaths import DEATHS, ENGINE_DEAD, why_dead
+from megarl.system.placement import Seat, kept_engines
+from megarl.system.process_env import KEPT_ENGINES
+from megarl.system.processes import Process, end, with_descendants
+from megarl.system.ray_calls import GOES_ON, KILL_S, ActorDied, await_answer, done_within
+
+ActorHandle = Any
+"""A Ray actor handle. The type is `Any`, since Ray creates the methods at run time."""
+
+BEAT_S, MOST_BEATS = 1.0, 32
+"""Least seconds between two signs of life of an engine, and most signs in that time: those of
+hundreds of engines would take much of the service's time."""
+FIRST_PULSE = Pulse(-1, 0, 0, 0, requests=0, is_paused=False, is_dead=False)
+"""In the place of that before an engine's first one."""
+LOOK_S = 0.05
+"""Seconds between two looks at the engines of a call that waits for some to be ready."""
+
+
+@dataclass(frozen=True)
+class EngineStarts:
+    """How the engines of a run are started, and the Ray actors of the first ones. Called with the
+    number of an engine, it makes another actor.
+    """
+
+    seats: Sequence[Seat]
+    """Where each engine runs."""
+    arguments: dict[str, Any]
+    """Keyword arguments of `EngineActor`, the same for all, with `environment`, variables of the
+    engines' processes, and `recording`, the run's folder of activity files or None."""
+    timeout_s: float
+    """Seconds that an engine may take to be ready."""
+    stall_s: float
+    """Seconds without progress after which an engine is taken for hung."""
+    takes_turns: bool = False
+    """Whether engines sleep and wake with a colocated trainer, all together: none starts meanwhile,
+    and a publication waits for all."""
+    namespace: str | None = field(default_factory=lambda: os.environ.get(KEPT_ENGINES))
+    """Ray namespace of engines that stay after the run; None for engines that end with it."""
+    first: list[ActorHandle] = field(default_factory=list)
+    """Actors that have begun to start, one for each engine. Ray ends them with these handles."""
+
+    def begin(self) -> EngineStarts:
+        """Begin to start all engines, without waiting, and take those that earlier runs have left.
+        Returns the object itself.
+        """
+        kept = kept_engines(self.arguments["recording"])
+        for number in range(len(self.seats)):
+            self.first.append(kept[number] if number in kept else self(number))
+            self.first[number].start.remote()
+        return self
+
+    @property
+    def serves_at_once(self) -> bool:
+        """Whether an engine that is ready has its weights, read from disk."""
+        return self.arguments["load"] and not self.arguments["adapter_rank"]
+
+    def __call__(self, number: int) -> ActorHandle:
+        """Make the Ray actor of engine `number`, which is not started yet."""
+        seat = self.seats[number]
+        options: dict[str, Any] = {"max_concurrency": 100_000} | seat.options
+        if self.namespace:
+            name = f"{number}-{secrets.token_hex(4)}"
+            options |= {"name": name, "namespace": self.namespace, "lifetime": "detached"}
+        environment = self.arguments["environment"] | seat.environment
+        arguments = self.arguments | {"number": number, "environment": environment}
+        return ray.remote(EngineActor).options(**options).remote(**arguments)
+
+
+@dataclass
+class CallOutcome:
+    """What came of a call to an engine."""
+
+    answer: Any = None
+    problem: str = ""
+    """The error's message; "late" if there is no answer in time."""
+    is_lost: bool = False
+    """Whether the engine is dead or late."""
+
+    @staticmethod
+    def of(call: asyncio.Future[Any]) -> CallOutcome:
+        """The outcome of a Ray call, which may still run."""
+        if not call.done():
+            return CallOutcome(None, "late", is_lost=True)
+        error = call.exception()
+        if error is None:
+            return CallOutcome(call.result())
+        if isinstance(error, DEATHS):
+            return CallOutcome(None, f"its process died ({why_dead(error)})", is_lost=True)
+        cause = getattr(error, "cause", error)
+        if type(cause).__name__ == ENGINE_DEAD:
+            return CallOutcome(None, "one of its processes died", is_lost=True)
+        return CallOutcome(None, str(cause) or repr(cause))
+
+
+@dataclass(eq=False)
+class ManagedEngine:
+    """One engine, which keeps its number when its actor is replaced."""
+
+    number: int
+    handle: ActorHandle
+    state: Literal["starting", "ready", "lost", "ended", "given up"] = "starting"
+    """A "lost" engine may still run and hold its memory, an "ended" one does not."""
+    has_weights: bool = False
+    """Whether the rollout service sends it requests."""
+    born: asyncio.Future[Any] | None = None
+    """The actor's process, as (host name, process id, start time)."""
+    processes: list[Process] = field(default_factory=list)
+    """This process and all below it, once the engine is ready."""
+    watch: asyncio.Task[str] | None = None
+    """Ends with the reason why the engine is to be replaced."""
+
+
+class EngineManager:
+    """Starts, watches and replaces the engines of a run, and calls them for trainer rank 0. Create
+    and use it in one event loop.
+    """
+
+    def __init__(
+        self,
+        starts: EngineStarts,
+        *,
+        use: Callable[[int, ActorHandle], None],
+        fail: Callable[[str], Awaitable[None]],
+    ) -> None:
+        """Begin to watch the engines `starts.first`. `use(number, actor)`: is called when an engine
+        that has replaced another can serve requests. `fail(reason)`: ends the run.
+        """
+        self._starts, self._use, self._fail = starts, use, fail
+        self.engines = [ManagedEngine(*pair) for pair in enumerate(starts.first)]
+        self.moved_at = time.monotonic()
+        """When an engine has last made a step."""
+        self.failure = ""
+        """Why no engine can be used any more."""
+        self._deadline = time.monotonic() + starts.timeout_s
+        """Until when all engines must have been ready once."""
+        self._is_under_way = self._is_published = self._is_publishing = False
+        """Whether all engines have been ready once, some got weights, and some are getting them."""
+        self._members: dict[int, ActorHandle] = {}
+        """{number: actor} of the engines of the present publication."""
+        self._calls: list[asyncio.Future[Any]] = []
+        """The newest call to each of them."""
+        self._notices = list[str]()
+        """Lines for the user that rank 0 has not shown yet."""
+        self._replaced = self._preemptions = 0
+        self._may_start = asyncio.Event()
+        self._may_start.set()
+        self._beat_s = BEAT_S * max(1.0, len(self.engines) / MOST_BEATS)
+        self._lives = [asyncio.create_task(self._keep(engine)) for engine in self.engines]
+
+    # ------------------------------------------------------------------------ the life of an engine
+
+    async def _keep(self, engine: ManagedEngine) -> None:
+        """Follow the start of an engine, watch it and replace it, until the run or the engine
+        cannot go on.
+        """
+        failures = 0
+        try:
+            while failures < ENGINE_STARTS and not self.failure:
+                if problem := await self._start(engine):
+                    failures += 1
+                    fate = "it is started again"
+                else:
+                    failures, problem = 0, await self._lost(engine)
+                    fate = "it is replaced"
+                engine.state, engine.has_weights = "lost", False
+                await self._end(engine)
+                engine.state = "ended"
+                if failures == ENGINE_STARTS:
+                    self._give_up(engine, problem)
+                    return
+                self._say(f"megarl: {problem}; {fate}")
+                self._replaced += 1
+                if self._is_published and not self._is_publishing:
+                    self._check_weights()
+                await self._may_start.wait()
+                engine.handle, engine.state = self._starts(engine.number), "starting"
+        except Exception as error:
+            self.failure = self.failure or str(error) or repr(error)
+            await self._fail(self.failure)
+
+    def _check_weights(self) -> None:
+        """Raise `ProcessLost` if no engine has weights."""
+        if not any(engine.has_weights for engine in self.engines):
+            self.failure = self.failure or f"no engine is left that has weights; {GOES_ON}"
+            raise ProcessLost(self.failure)
+
+    async def _start(self, engine: ManagedEngine) -> str:
+        """Wait until a starting engine is ready. Returns why it cannot start, or "". Raises
+        `RuntimeError` at the start of the run if its process lives.
+        """
+        began, timeout_s = time.monotonic(), self._starts.timeout_s
+        if not self._is_under_way:
+            timeout_s = self._deadline - began
+        fix, name = "raise rollout.engine.start_timeout_s", f"engine {engine.number}"
+        engine.born = asyncio.ensure_future(engine.handle.process.remote())
+        try:
+            started = engine.handle.start.remote()
+            engine.processes = await await_answer(name, started, timeout_s, "starting", fix)
+        except RuntimeError as error:
+            if not self._is_under_way and not isinstance(error, ActorDied):
+                raise
+            return str(error)
+        engine.state, engine.has_weights = "ready", self._starts.serves_at_once
+        if engine.has_weights:
+            self._use(engine.number, engine.handle)
+        if self._is_under_way:
+            self._say(f"megarl: {name} is ready again after {time.monotonic() - began:.0f} s")
+        self._is_under_way |= all(engine.state == "ready" for engine in self.engines)
+        return ""
+
+    async def _lost(self, engine: ManagedEngine) -> str:
+        """Wait until a ready engine is lost, and return why."""
+        engine.watch = asyncio.create_task(self._watch(engine))
+        await asyncio.wait([engine.watch])
+        problem = "is lost" if engine.watch.cancelled() else engine.watch.result()
+        return f"engine {engine.number} {problem}"
+
+    async def _watch(self, engine: ManagedEngine) -> str:
+        """Ask an engine for signs of life until it dies or hangs. Returns why it is to be replaced,
+        as a phrase that continues "engine 3".
+        """
+        last, moved_at, stall_s = FIRST_PULSE, time.monotonic(), self._starts.stall_s
+        while True:
+            try:
+                async with asyncio.timeout(stall_s):  # `wait_for` may lose a cancellation
+                    pulse = await engine.handle.pulse.remote()
+            except (TimeoutError, ActorUnavailableError):  # the latter may be for a moment
+                pulse = None
+            except DEATHS as error:
+                problem = f"is dead ({why_dead(error)})"
+                if isinstance(error, OutOfMemoryError):  # another one would be ended as well
+                    reason = f"engine {engine.number} {problem}; {GOES_ON}"
+                    raise RuntimeError(reason) from error
+                return problem
+            now = time.monotonic()
+            if pulse is not None:
+                if pulse.is_dead:
+                    return "has lost one of vLLM's processes"
+                has_moved = pulse.steps != last.steps
+                self.moved_at = now if has_moved else self.moved_at
+                if has_moved or pulse.is_paused or not pulse.requests:
+                    moved_at = now
+                self._preemptions += pulse.preemptions - last.preemptions
+                last = pulse
+            if now - moved_at > stall_s:
+                silent = f"for {now - moved_at:.0f} s"
+                if pulse is None:
+                    return f"has not said {silent} that it lives"
+                return f"has made no step {silent}, with {pulse.requests} requests open"
+            await asyncio.sleep(self._beat_s)
+
+    async def _end(self, engine: ManagedEngine) -> None:
+        """Kill the processes of an engine; those of other hosts by Ray alone."""
+        processes, engine.processes = engine.processes, []
+        if not processes and engine.born is not None:
+            born = CallOutcome.of(engine.born).answer
+            processes = with_descendants(born) if born is not None else []
+
+        def kill() -> None:
+            done_within(KILL_S, partial(ray.kill, engine.handle))
+            end(processes, patience_s=0.0)
+
+        await asyncio.to_thread(kill)
+
+    def _give_up(self, engine: ManagedEngine, problem: str) -> None:
+        """Go on without an engine that cannot be started; raises `RuntimeError` if that is
+        impossible.
+        """
+        engine.state = "given up"
+        reason = f"{ENGINE_STARTS} starts of engine {engine.number} failed; the last: {problem}"
+        left = sum(engine.state != "given up" for engine in self.engines)
+        if not left or self._starts.takes_turns or not self._is_under_way:
+            raise RuntimeError(reason)
+        count = len(self.engines)
+        self._say(f"megarl: warning: {reason}; the run goes on with {left} of {count} engines")
+
+    def _say(self, line: str) -> None:
+        """Write a line to the log of this process, and have rank 0 show it to the user."""
+        say(line)
+        self._notices.append(line)
+
+    # ---------------------------------------------------------------------------- calls of rank 0
+
+    async def ready(self) -> str:
+        """Wait until all engines have been ready once; returns why one cannot start, or ""."""
+        with contextlib.suppress(ProcessLost):
+            await self._until(lambda: self._is_under_way, math.inf)  # `_start` has the deadline
+        return self.failure
+
+    async def hold(self, lost: Sequence[int] = ()) -> tuple[list[int], list[int], list[str]]:
+        """Begin a publication, or an attempt at it after the engines with the numbers `lost` have
+        failed, which are replaced. Engines that take turns with the trainer are all waited for.
+        Returns (numbers of the engines that are ready and take part, of those that have no weights
+        yet, lines to show to the user). Raises `ProcessLost` if no engine is ready.
+        """
+        for number in lost:
+            self._lose(number)
+        self._may_start.set()
+        if self._starts.takes_turns:
+            await self._until_all("ready")
+        members = [engine for engine in self.engines if engine.state == "ready"]
+        if self.failure or not members:
+            raise ProcessLost(self.failure or f"no engine is left; {GOES_ON}")
+        self._members = {engine.number: engine.handle for engine in members}
+        self._is_publishing = True
+        notices, self._notices = self._notices, []
+        fresh = [engine.number for engine in members if not engine.has_weights]
+        return [*self._members], fresh, notices
+
+    async def admit(self) -> tuple[int, int]:
+        """Have the engines of the publication serve requests, since they have the weights. Returns
+        (number of engines replaced in the run so far, times that engines have pushed a running
+        request out of a full key-value cache). Raises `ProcessLost` if none has them.
+        """
+        self._is_published, self._is_publishing = True, False
+        for number, handle in self._members.items():
+            engine = self.engines[number]
+            if engine.handle is handle and engine.state == "ready" and not engine.has_weights:
+                engine.has_weights = True
+                self._use(number, handle)
+        self._check_weights()
+        return self._replaced, self._preemptions
+
+    async def call(
+        self,
+        method: str,
+        arguments: list[tuple[Any, ...]],
+        timeout_s: float,
+        until: str = asyncio.FIRST_EXCEPTION,
+    ) -> list[CallOutcome]:
+        """Call a method of each engine of the publication, with one of `arguments` each, and wait
+        at most `timeout_s` seconds, or until one fails. Returns a `CallOutcome` for each.
+        """
+        calls = zip(self._members.values(), arguments, strict=True)
+        self._calls = [
+            asyncio.ensure_future(getattr(handle, method).remote(*words)) for handle, words in calls
+        ]
+        return await self.settled(timeout_s, until)
+
+    async def settled(
+        self, timeout_s: float, until: str = asyncio.ALL_COMPLETED
+    ) -> list[CallOutcome]:
+        """Wait at most `timeout_s` seconds until the newest call has ended on all engines, and
+        return a `CallOutcome` for each.
+        """
+        await asyncio.wait(self._calls, timeout=timeout_s, return_when=until)
+        return [CallOutcome.of(call) for call in self._calls]
+
+    async def sleep(self, timeout_s: float) -> list[str]:
+        """Have all engines free their GPU memory for a colocated trainer, and wait until they have,
+        `timeout_s` seconds at most; one that dies or is late is killed, and replaced after the next
+        `hold`. Returns the errors of engines that live. Raises `ProcessLost` if none is left.
+        """
+        self._may_start.clear()
+        await self._until_all("ready", "lost", "ended", "given up")
+        failed = await self._each("sleep", timeout_s)
+        # The trainer takes the memory of all of them next.
+        await self._until_all("ready", "ended")
+        return failed
+
+    async def wake(self, timeout_s: float) -> list[str]:
+        """Have all engines allocate GPU memory for their weights again, which a publication then
+        fills. Time limit, errors and lost engines are those of `sleep`.
+        """
+        return await self._each("wake", timeout_s)
+
+    async def _each(self, method: str, timeout_s: float) -> list[str]:
+        self._members = {
+            engine.number: engine.handle for engine in self.engines if engine.state == "ready"
+        }
+        if self.failure or not self._members:
+            raise ProcessLost(self.failure or f"no engine is left; {GOES_ON}")
+        nothing = [()] * len(self._members)
+        outcomes = await self.call(method, nothing, timeout_s, asyncio.ALL_COMPLETED)
+        failed = list[str]()
+        for number, outcome in zip([*self._members], outcomes, strict=True):
+            if outcome.is_lost:
+                self._lose(number)
+            elif outcome.problem:
+                failed.append(f"engine {number} failed: {outcome.problem}")
+        return failed
+
+    def _lose(self, number: int) -> None:
+        """Have an engine of the publication replaced, unless it was already."""
+        engine = self.engines[number]
+        if engine.handle is self._members.get(number) and engine.watch is not None:
+            engine.state, engine.has_weights = "lost", False
+            engine.watch.cancel()
+
+    async def _until_all(self, *states: str) -> None:
+        """Wait until each engine is in one of these states, as long as a start may take."""
+        await self._until(
+            lambda: all(engine.state in states for engine in self.engines), self._starts.timeout_s
+        )
+
+    async def _until(self, is_met: Callable[[], bool], timeout_s: float) -> None:
+        """Wait until `is_met()`. Raises `ProcessLost` after `timeout_s` seconds, and if no engine
+        can be used any more.
+        """
+        end = time.monotonic() + timeout_s
+        while not is_met():
+            if self.failure:
+                raise ProcessLost(self.failure)
+            if time.monotonic() > end:
+                states = ", ".join(f"engine {e.number} is {e.state}" for e in self.engines)
+                raise ProcessLost(
+                    f"after {timeout_s:g} s {states}; raise rollout.engine.start_timeout_s"
+                )
+            await asyncio.sleep(LOOK_S)
+
+    async def close(self) -> None:
+        """Replace no engine any more, and stop those that do not stay after the run."""
+        for life in [*self._lives, *(engine.watch for engine in self.engines if engine.watch)]:
+            life.cancel()
+        await asyncio.gather(*self._lives, return_exceptions=True)
+        if self._starts.namespace is None and self.engines:
+            stops = [asyncio.ensure_future(engine.handle.stop.remote()) for engine in self.engines]
+            await asyncio.wait(stops)

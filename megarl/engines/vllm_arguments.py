@@ -1,0 +1,85 @@
+"""The arguments with which every vLLM engine is started, whether it generates or scores."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+from megarl.data.tokenizer import load_tokenizer
+from megarl.settings.rollout import EngineConfig
+
+WATERMARK = 0.05
+"""Fraction of the key-value cache that vLLM keeps free when it takes a further request. Without it
+the next tokens of running requests push some of these out, whose cache is then computed again."""
+
+
+def is_on_cpu(environment: dict[str, str]) -> bool:
+    """Whether an engine with these environment variables, which
+    `megarl.system.process_env.engine_environment` has made, runs on the CPU.
+    """
+    return "VLLM_CPU_KVCACHE_SPACE" in environment
+
+
+def engine_arguments(
+    config: EngineConfig,
+    *,
+    model: str,
+    max_tokens: int,
+    trust_remote_code: bool,
+    seed: int,
+    on_cpu: bool,
+) -> dict[str, Any]:
+    """Keyword arguments of vLLM's `AsyncEngineArgs` for an engine with the settings `config`.
+    `model`: folder or hub name. `max_tokens`: longest sequence, prompt included. `seed`: for
+    requests that have no seed of their own. The engine only sees token ids, unless it also gets the
+    arguments of `tokenizer_arguments`.
+    """
+    found: dict[str, Any] = {
+        "model": model,
+        "trust_remote_code": trust_remote_code,
+        "skip_tokenizer_init": True,
+        "dtype": config.dtype,
+        "seed": seed,
+        "tensor_parallel_size": config.tensor,
+        "max_model_len": max_tokens,
+        "max_num_seqs": config.max_num_sequences,
+        # vLLM keeps memory for as many. On GPUs, and not on the CPU, prompts are cut into parts.
+        "max_num_batched_tokens": max(
+            config.max_batched_tokens, max_tokens if on_cpu else config.max_num_sequences
+        ),
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "watermark": WATERMARK,
+        "enforce_eager": not config.compile or on_cpu,
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+    }
+    if on_cpu:
+        # Half a prompt in one step would need a seeded generator to go back, which CPU generators
+        # cannot.
+        found["enable_chunked_prefill"] = False
+        # vLLM's default of 128 leaves shorter prompts out of the prefix cache: each sample of a
+        # group would compute its prompt again. 32 is the smallest that the CPU attention takes;
+        # for MLA vLLM sets a size of its own, with a warning.
+        found["block_size"] = 32
+    if config.tensor > 1 or on_cpu:
+        # Its ranks are processes of its own: inside a placement group vLLM would ask Ray for them.
+        found["distributed_executor_backend"] = "mp" if config.tensor > 1 else "uni"
+    return found
+
+
+@contextlib.contextmanager
+def tokenizer_arguments(name: str, *, trust_remote_code: bool = False) -> Iterator[dict[str, Any]]:
+    """A context manager in which a vLLM engine is to be started with these further arguments, by
+    which it writes text with the tokenizer `name` (see `load_tokenizer`); none if `name` is empty.
+
+    vLLM gets the tokenizer as a folder that was saved from the loaded one: from a model's folder it
+    would build that of the tokenizer's class, whose ids may be others than those of tokenizer.json.
+    """
+    if not name:
+        yield {}
+        return
+    with tempfile.TemporaryDirectory(prefix="megarl_tokenizer_") as folder:
+        load_tokenizer(name, trust_remote_code=trust_remote_code).save_pretrained(folder)
+        yield {"tokenizer": folder, "skip_tokenizer_init": False}

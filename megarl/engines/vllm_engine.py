@@ -1,0 +1,364 @@
+"""The inference engine `vllm`: vLLM's AsyncLLM in a process of its own. Token ids in, token ids and
+their log-probs out.
+
+`Engine` is a plain class; the Ray actor `megarl.engines.remote.EngineActor` has one. Weights arrive
+through vLLM's weight-transfer interface. The trainer sends version 0 like every other version, so
+that no engine reads a checkpoint.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from megarl.engines.interface import Pauses, Pulse
+from megarl.engines.vllm_arguments import engine_arguments, is_on_cpu, tokenizer_arguments
+from megarl.engines.vllm_core import VllmProcess, vllm_imports
+from megarl.settings.rollout import PLAIN, EngineConfig, Sampling
+from megarl.types import Segment, TokenArrays
+from megarl.weights.weight_receipts import receipt_of_adapter
+
+BACKEND = "megarl"
+"""Name under which megarl's weight transfer is registered in vLLM."""
+
+ADAPTER = "policy"
+"""Name of the policy's LoRA adapters in vLLM."""
+
+UNPUBLISHED = -1
+"""Version of weights that the trainer has not published, or that vLLM does not name."""
+
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks for which vLLM 0.32 can keep room; an adapter may have a lower one."""
+
+WORKER_EXTENSION = "megarl.weights.receiver.WeightSyncWorker"
+"""Import path of the class that extends vLLM's workers; importing its module registers `BACKEND`.
+"""
+
+
+class Engine(VllmProcess):
+    """One vLLM engine, of one or more tensor-parallel ranks: generates and scores tokens, receives
+    the trainer's weights while requests are open, and sleeps where a colocated trainer needs its
+    GPUs. All methods must run in one event loop, where they may run concurrently; call `start`
+    first. Errors of vLLM are raised unchanged.
+    """
+
+    def __init__(
+        self,
+        *,
+        number: int,
+        model: str,
+        config: EngineConfig,
+        max_tokens: int,
+        stop_token_ids: list[int],
+        trust_remote_code: bool,
+        seed: int,
+        environment: dict[str, str],
+        load: bool = False,
+        sleeps: bool = False,
+        sampling: Sampling = PLAIN,
+        tokenizer: str = "",
+        adapter_rank: int = 0,
+    ) -> None:
+        """`number`: of the engine in the run. `model`: folder or hub name. `max_tokens`: longest
+        sequence, prompt included. `environment`: variables to set in this process now, before vLLM
+        is imported. `load`: read the model's weights from disk; otherwise they are random until
+        version 0 arrives. `sleeps`: the engine can free its GPU memory for a colocated trainer and
+        allocate it again. `sampling`: how to sample, if a request does not say. `tokenizer`: as
+        `load_tokenizer` reads it, needed for stop texts; else empty. `adapter_rank`: rank of the
+        LoRA adapters that `load_adapter` will bring; 0 for none.
+        """
+        os.environ.update(environment)  # before vLLM is imported: it reads them once
+        self.number, self.config, self.stop_token_ids = number, config, stop_token_ids
+        self.version, self.sampling = UNPUBLISHED, sampling
+        self._adapts = bool(adapter_rank)
+        self._numbers, self._asleep = itertools.count(1), False
+        self._open = 0
+        """Requests that are not yet answered."""
+        self._pauses = Pauses()
+        """A failed update leaves generation paused: the next one that succeeds ends the pause."""
+        self._steps, self._tokens = 0, 0
+        """Engine steps, and tokens generated, so far."""
+        self._preemptions = 0
+        self._prompt_tokens, self._cached_tokens = 0, 0
+        """Prompt tokens of all answered requests, and how many of them were in the cache."""
+        self._lora: Any = None
+        """vLLM's request for the published adapters; None until there are some."""
+        self._on_cpu, self._tokenizer = is_on_cpu(environment), tokenizer
+        self._arguments: dict[str, Any] = engine_arguments(
+            config,
+            model=model,
+            max_tokens=max_tokens,
+            trust_remote_code=trust_remote_code,
+            seed=seed,
+            on_cpu=self._on_cpu,
+        ) | {
+            "generation_config": "vllm",
+            "load_format": "auto" if load else "dummy",
+            # Log-probs of the law that was sampled from: temperature applied. The default would be
+            # raw.
+            "logprobs_mode": "processed_logprobs",
+            "worker_extension_cls": WORKER_EXTENSION,
+            "enable_sleep_mode": sleeps,
+        }
+        if adapter_rank:
+            rank = min(rank for rank in VLLM_RANKS if rank >= adapter_rank)
+            self._arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
+
+    async def start(self) -> None:
+        """Start vLLM's processes, load the model and allocate the key-value cache; blocks the event
+        loop meanwhile. Errors of vLLM are raised unchanged.
+        """
+        with vllm_imports(on_cpu=self._on_cpu):
+            from vllm import AsyncEngineArgs, SamplingParams
+            from vllm.config import WeightTransferConfig
+            from vllm.sampling_params import RequestOutputKind
+            from vllm.v1.engine.async_llm import AsyncLLM
+            from vllm.v1.engine.core_client import EngineCoreClient
+
+        self._sampling, self._final = SamplingParams, RequestOutputKind.FINAL_ONLY
+        transfer = WeightTransferConfig(backend=BACKEND)
+        trusted = self._arguments["trust_remote_code"]
+        make: Any = EngineCoreClient.make_async_mp_client
+
+        def make_core(**settings: Any) -> Any:
+            return make(**settings | {"log_stats": True})
+
+        # The core alone keeps statistics: it then says which requests it pushes out of the cache.
+        with (
+            tokenizer_arguments(self._tokenizer, trust_remote_code=trusted) as text,
+            patch.object(EngineCoreClient, "make_async_mp_client", make_core),
+        ):
+            self._llm = AsyncLLM.from_engine_args(
+                AsyncEngineArgs(**self._arguments | text, weight_transfer_config=transfer)
+            )
+        self._count_steps()
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        *,
+        seed: int,
+        max_tokens: int,
+        temperature: float,
+        sampling: Sampling | None = None,
+        stop: Sequence[str] = (),
+    ) -> Segment:
+        """Sample one response to the token ids `prompt_ids`, of at most `max_tokens` tokens, a
+        final end-of-sequence token or stop text included. `temperature` 0 is greedy. `sampling`:
+        None for the engine's own. `stop`: further texts at which the response ends, which may be
+        those of special tokens. Returns a segment of kind "model": int32 token ids and float32
+        log-probs at `temperature`, and which weight versions have generated how many of the tokens.
+        """
+        chosen = sampling or self.sampling
+        truncation: dict[str, Any] = chosen.truncation if temperature > 0 else {}
+        request = self._sampling(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=bool(chosen.stop or stop),
+            stop=[*chosen.stop, *stop],
+            skip_special_tokens=not stop,
+            include_stop_str_in_output=True,
+            stop_token_ids=self.stop_token_ids,
+            output_kind=self._final,
+            **truncation,
+        )
+        # The salt keeps a prefix cached under old weights from serving a request under new ones.
+        prompt = {"prompt_token_ids": prompt_ids, "cache_salt": f"v{self.version}"}
+        final = await self._run(prompt, request, "sample")
+        self._prompt_tokens += len(prompt_ids)
+        self._cached_tokens += final.num_cached_tokens or 0
+        output = final.outputs[0]
+        spans = [
+            # vLLM's name for weights that were never published is no number.
+            (int(span.version) if span.version.isdecimal() else UNPUBLISHED, span.end - span.start)
+            for span in output.weight_versions or ()
+        ]
+        if not spans or (self._adapts and self._lora is None):
+            spans = [(UNPUBLISHED, len(output.token_ids))]
+        return Segment(
+            kind="model",
+            num_tokens=len(output.token_ids),
+            arrays=TokenArrays(
+                token_ids=np.asarray(output.token_ids, dtype=np.int32),
+                logprobs=np.asarray(output.logprobs.logprobs, dtype=np.float32),
+            ),
+            versions=spans,
+            finish="stop" if output.finish_reason == "stop" else "length",
+        )
+
+    async def score(self, token_ids: list[int], adapted: bool = True) -> list[float]:
+        """Log-probs of `token_ids[1:]`, each given the tokens before it, at temperature 1, by the
+        present weights; with `adapted` False without LoRA adapters.
+        """
+        sampling = self._sampling(
+            max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False
+        )
+        prompt = {"prompt_token_ids": token_ids, "cache_salt": f"v{self.version}"}
+        final = await self._run(prompt, sampling, "score", adapted=adapted)
+        assert final.prompt_logprobs is not None
+        given: Any = final.prompt_logprobs[1:]
+        return [entry[token].logprob for token, entry in zip(token_ids[1:], given, strict=True)]
+
+    async def pulse(self) -> Pulse:
+        """The engine's sign of life: counts of engine steps, tokens and open requests so far,
+        whether generation is paused, and whether one of vLLM's processes is dead.
+        """
+        return Pulse(
+            steps=self._steps,
+            tokens=self._tokens,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            requests=self._open,
+            is_paused=self._pauses.is_paused,
+            is_dead=self.is_lost,
+            preemptions=self._preemptions,
+        )
+
+    async def paused_s(self, last_s: float) -> float:
+        """For how many of the last `last_s` seconds generation was paused on purpose, because
+        weights arrived or the engine slept.
+        """
+        return self._pauses.within(last_s)
+
+    def _count_steps(self) -> None:
+        """Count the outputs of vLLM's core, one a step, and their tokens and preemptions. A logger
+        of vLLM's statistics would count them too, but takes Prometheus' metrics of every token
+        along.
+        """
+        from vllm.v1.engine import EngineCoreEventType
+
+        preempted = EngineCoreEventType.PREEMPTED
+        core: Any = self._llm.engine_core
+        next_output = core.get_output_async
+
+        async def counted() -> Any:
+            outputs = await next_output()
+            self._steps += 1
+            self._tokens += sum(len(one.new_token_ids) for one in outputs.outputs)
+            for event in (event for one in outputs.outputs for event in one.events or ()):
+                # A pause for new weights pushes out every running request.
+                is_full = event.type == preempted and not self._pauses.had(event.timestamp)
+                self._preemptions += is_full
+            return outputs
+
+        core.get_output_async = counted
+
+    async def connect(self, info: dict[str, Any]) -> None:
+        """Tell the engine's ranks where they receive weights from, and have them connect. `info`: a
+        dict with "transport" (its name), "spec" (the fields of a `RouteSpec`, by which both sides
+        plan the transfer), "engine" (the engine's position among those that receive), "init_info"
+        (what the transport's sender says, such as addresses), and "table" (the model's parameter
+        table as JSON text). Raises `RuntimeError` if a rank cannot receive weights.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+        self._refuse_problem(await self._llm.collective_rpc("megarl_weight_status"))
+
+    async def update(self, version: int, timeout_s: float) -> list[dict[str, Any]]:
+        """Receive the weights of `version` from the trainer in at most `timeout_s` seconds, while
+        requests are open. Returns for each engine rank {"version", "digests": [one int64 for each
+        tensor], "seconds": {part: s}, "problem": ""}.
+
+        Generation pauses, then open requests continue: their key-value cache is recomputed with the
+        new weights, and the version of each token is recorded. Raises `RuntimeError` if a rank
+        failed. The weights are then a mix of versions, and generation stays paused until an update
+        succeeds.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        self._pauses.begin()
+        await self._llm.pause_generation(mode="keep", clear_cache=True)
+        await self._llm.start_weight_update()
+        await self._llm.update_weights(
+            WeightTransferUpdateRequest({"version": version, "timeout_s": timeout_s})
+        )
+        owned = await self._llm.collective_rpc("megarl_weight_status")
+        is_whole = not any(rank["problem"] for rank in owned)
+        await self._llm.finish_weight_update(weight_version=str(version) if is_whole else None)
+        self._refuse_problem(owned)
+        self.version = version
+        if self._asleep:
+            await self._llm.wake_up(tags=["kv_cache"])
+            self._asleep = False
+        await self._llm.resume_generation()
+        self._pauses.end()
+        return owned
+
+    async def load_adapter(self, version: int, files: dict[str, bytes]) -> dict[str, Any]:
+        """Load the LoRA adapters in `files` ({file name: content}, in PEFT's format) as the weights
+        of `version`, in the place of earlier adapters. Generation pauses, then open requests
+        continue with the new adapters. Returns {"version": the same, "receipt": digest of `files`}.
+        Raises `RuntimeError` if vLLM's ranks do not list the adapters.
+        """
+        from vllm.lora.request import LoRARequest
+
+        self._pauses.begin()
+        await self._llm.pause_generation(mode="keep", clear_cache=True)
+        with tempfile.TemporaryDirectory(prefix="megarl_adapter_") as folder:
+            for name, content in files.items():
+                (Path(folder) / name).write_bytes(content)
+            await self._llm.add_lora(LoRARequest(ADAPTER, 1, folder, load_inplace=True))
+            self._lora = LoRARequest(ADAPTER, 1, folder)  # of later requests: it is loaded
+        if self._lora.lora_int_id not in await self._llm.list_loras():
+            raise RuntimeError(f"vLLM has dropped the adapters of version {version}")
+        await self._llm.update_weight_version(str(version))
+        self.version = version
+        await self._llm.resume_generation()
+        self._pauses.end()
+        return {"version": version, "receipt": receipt_of_adapter(files)}
+
+    def _refuse_problem(self, owned: list[dict[str, Any]]) -> None:
+        """Raise `RuntimeError` if an engine rank reports a problem. The ranks report problems
+        instead of raising, since vLLM does not expect a single rank to fail.
+        """
+        for rank, answer in enumerate(owned):
+            if answer["problem"]:
+                raise RuntimeError(
+                    f"rank {rank}: {answer['problem']}" if len(owned) > 1 else answer["problem"]
+                )
+
+    async def sleep(self) -> None:
+        """Free the GPU memory of weights and key-value cache for a colocated trainer; on the CPU
+        only generation pauses. Open requests wait until `wake` and then `update` were called.
+        """
+        self._pauses.begin()
+        await self._llm.sleep(level=2, mode="keep")
+        self._asleep = True
+
+    async def wake(self) -> None:
+        """Allocate the memory of the weights again, uninitialised. The next `update` fills the
+        weights, allocates the key-value cache and resumes generation.
+        """
+        await self._llm.wake_up(tags=["weights"])
+
+    async def _run(
+        self, prompt: dict[str, Any], sampling: Any, kind: str, *, adapted: bool = True
+    ) -> Any:
+        """The last output of vLLM for a request, with the adapters if there are some and it is
+        `adapted`.
+        """
+        final = None
+        self._open += 1
+        try:
+            async for final in self._llm.generate(
+                prompt,  # pyright: ignore[reportArgumentType]
+                sampling,
+                f"{kind}-{next(self._numbers)}",
+                lora_request=self._lora if adapted else None,
+            ):
+                pass
+        finally:
+            self._open -= 1
+        assert final is not None
+        return final

@@ -1,1 +1,0 @@
-"""Training and evaluation loops, one file each: what a `megarl` command does."""

@@ -1,0 +1,287 @@
+"""Processes that are not trainer ranks: Ray, the engines and the rollout service. Rank 0 starts
+them and ends them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray._private import node as ray_node
+from ray._private import ray_constants, worker
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from megarl.engines.pool import ActorHandle
+from megarl.errors import UserError
+from megarl.rollout.client import SERVICE
+from megarl.rollout.service_process import ServiceActor
+from megarl.settings.rollout import RolloutConfig
+from megarl.system.console import say
+from megarl.system.private_folder import refuse_open, run_folder
+from megarl.system.process_env import use_cluster_token, without_variable
+from megarl.system.processes import Process, end, with_descendants
+from megarl.system.ray_address import ray_address
+from megarl.system.ray_calls import KILL_S, THE_SERVICE, ask, done_within
+from megarl.system.signals import SIGNALS, ignore_while_closing
+
+RAY_ATTEMPTS = 3
+"""How often Ray is started where it is late, before its error is raised and ends the run."""
+
+_leaves_group = False
+"""Whether a process that is forked now leaves the process group of this one."""
+
+
+def _leave() -> None:
+    if _leaves_group:
+        os.setpgid(0, 0)
+
+
+# Runs in processes that subprocess starts with a preexec_fn, as Ray starts its own.
+os.register_at_fork(after_in_child=_leave)
+
+
+NODE_S = 10.0
+"""Seconds after which `ray.init` alone waits for Ray's node, with a limit of its own."""
+
+
+class SmallNode(ray_node.Node):
+    """Ray's node of this machine without two processes that do nothing in a run: the autoscaler,
+    since the machines of a run are fixed, and the server of the dashboard, which a run has not, but
+    which `ray.init` would wait for.
+    """
+
+    def start_monitor(self) -> None:
+        """Start no autoscaler."""
+
+    def start_api_server(self, **_: object) -> None:
+        """Start no server of the dashboard."""
+
+    def start_ray_processes(self) -> None:
+        """Start Ray's other processes, and wait until Ray's head knows this node: `ray.init` looks
+        for it only once a second.
+        """
+        super().start_ray_processes()
+        head, deadline = self.get_gcs_client(), time.monotonic() + NODE_S
+        assert head is not None
+        while not head.get_all_node_info() and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+
+def start_ray(folder: Path, **options: Any) -> None:
+    """Start a new Ray cluster on this machine and connect this process to it, as a driver; blocks
+    until it runs. `folder`: absolute path of a folder with mode 700; Ray's files go to its
+    subfolder ray. `options`: further arguments of `ray.init`. A start that exceeds Ray's own limit
+    of 30 s, as on a busy machine, is repeated, up to 3 starts in all.
+
+    Ray's processes get process groups of their own: torchrun sends SIGTERM to the process group of
+    each rank, which would end engines before the rank has saved its checkpoint.
+
+    Raises `UserError` if `folder` is open to other users after the start, and Ray's error if Ray
+    does not start.
+    """
+    global _leaves_group
+    ray_node.Node = SmallNode
+    for attempt in range(1, RAY_ATTEMPTS + 1):
+        _leaves_group = True
+        try:
+            # Without "local", Ray joins whatever `ray start` last started on this machine.
+            ray.init(address="local", _temp_dir=f"{folder}/ray", **options)
+            refuse_open(folder)
+            return
+        except Exception as error:
+            ray.shutdown()
+            if "timed out during startup" not in str(error) or attempt == RAY_ATTEMPTS:
+                raise
+            say("megarl: warning: Ray did not start within 30 s; starting it again")
+        finally:
+            _leaves_group = False
+
+
+STOP_TIMEOUT_S = 5.0
+"""Seconds an engine or the rollout service has to stop before it is killed."""
+
+MIN_OBJECT_STORE_BYTES = 512 * 2**20
+"""Minimum size of Ray's object store. Memory is only used as objects are stored."""
+
+BYTES_PER_TOKEN = 8
+"""Bytes of a token in `megarl.types.TokenArrays`: an int32 id and a float32 log-prob."""
+
+SHARED_MEMORY = Path("/dev/shm")
+
+IMPATIENT_STOP_TIMEOUT_S = 0.5
+"""Seconds an engine or the rollout service has to stop before it is killed, in a run that ends by a
+signal or an error."""
+
+
+def object_store_bytes(rollout: RolloutConfig) -> int:
+    """Size in bytes of Ray's object store: the token arrays of all rollouts that may be kept at the
+    same time under the settings `rollout`, but at most a third of the free shared memory, and at
+    least `MIN_OBJECT_STORE_BYTES` (512 MiB).
+    """
+    draws = rollout.dynamic_sampling.max_draws if rollout.dynamic_sampling.enabled else 1.0
+    groups = draws * max(
+        rollout.most_open_groups, (1 + rollout.max_staleness) * rollout.groups_per_step
+    )
+    tokens = groups * rollout.group_size * rollout.max_new_tokens
+    wanted = int(tokens * BYTES_PER_TOKEN)
+    free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
+    return max(MIN_OBJECT_STORE_BYTES, min(wanted, free // 3))
+
+
+class Cluster:
+    """This process's connection to a run's Ray cluster, and the actors that it starts there:
+    inference engines and the rollout service. Rank 0 starts Ray or joins a running cluster; the
+    other ranks join that cluster and start no actors. A context manager: on exit it ends all
+    processes it started.
+    """
+
+    def __init__(
+        self,
+        *,
+        namespace: str,
+        token: str,
+        address: str = "",
+        object_store_bytes: int = MIN_OBJECT_STORE_BYTES,
+        hidden: str = "",
+    ) -> None:
+        """Start Ray on this machine with an object store of `object_store_bytes`, or join the
+        cluster at `address` ("host:port", or what RAY_ADDRESS says); blocks until connected. What
+        exceeds the object store is spilled to disk by Ray. `namespace`: Ray's, in which the run's
+        actors are found by name. `token`: Ray's authentication token, the same in all processes of
+        the run. `hidden`: name of an environment variable, such as that of a secret, that a Ray
+        started here does not inherit. Raises `UserError` if RAY_ADDRESS names no running cluster.
+        """
+        try:
+            address = address or ray_address()
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        use_cluster_token(token)
+        self.namespace = namespace
+        self._owned: list[ActorHandle] = []
+        self._service_ready: Any = None
+        self._stack = contextlib.ExitStack()
+        # Ray puts handlers of its own in place, which end the process on the spot.
+        handlers = {number: signal.getsignal(number) for number in SIGNALS}
+        options: dict[str, Any] = {
+            "namespace": namespace,
+            "log_to_driver": True,
+            "logging_level": "ERROR",
+        }
+        # Where Ray is told that there are no other hosts, it listens on loopback only, and takes
+        # 127.0.0.1 for what it is: a Ray started here, by this process, rank 0 or the launcher.
+        ray_constants.ENABLE_RAY_CLUSTER = bool(address) and not address.startswith("127.0.0.1:")
+        if address:
+            try:
+                ray.init(address=address, **options)
+            except ConnectionError as error:
+                if address != "auto":
+                    raise
+                raise UserError(
+                    f"RAY_ADDRESS is auto: no Ray cluster runs here ({str(error).splitlines()[0]});"
+                    " unset RAY_ADDRESS to start Ray here, or set it to a head's host:port"
+                ) from error
+        else:
+            with contextlib.ExitStack() as stack, without_variable(hidden):
+                start_ray(
+                    stack.enter_context(run_folder()),
+                    include_dashboard=False,
+                    num_cpus=max(4, os.cpu_count() or 1),
+                    object_store_memory=object_store_bytes,
+                    **options,
+                )
+                self._stack = stack.pop_all()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        self.address: str = ray.get_runtime_context().gcs_address
+
+    def start_service(self, arguments: Callable[[], dict[str, Any]]) -> ActorHandle:
+        """Start the rollout service as a Ray actor named "rollouts", on this process's node, and
+        return its handle at once; call `wait_for_service` before use. `arguments`: is pickled and
+        called in the actor; returns the keyword arguments of `RolloutService`. The service must be
+        on this node, since it writes the ledger, the record of what became of every prompt, to the
+        run folder.
+        """
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        handle = (
+            ray.remote(ServiceActor)
+            .options(name=SERVICE, num_cpus=0, max_concurrency=100_000, scheduling_strategy=here)
+            .remote(arguments)
+        )
+        self._owned.insert(0, handle)
+        self._service_ready = handle.build.remote()
+        return handle
+
+    def wait_for_service(self, timeout_s: float) -> None:
+        """Block until the rollout service that `start_service` has started is ready. Raises
+        `RuntimeError` if its start fails or takes longer than `timeout_s` seconds from now.
+        """
+        fix = "raise rollout.engine.start_timeout_s"
+        ask(THE_SERVICE, self._service_ready, timeout_s, "starting", fix)
+
+    def close(self, *, stop_timeout_s: float = STOP_TIMEOUT_S) -> None:
+        """Stop the rollout service with its engines, then end Ray; blocks. `stop_timeout_s`:
+        seconds that they get to stop by themselves.
+        """
+        done_within(stop_timeout_s + KILL_S, lambda: self._stop_actors(stop_timeout_s))
+        self._owned = []
+        shut_down()
+        self._stack.close()
+
+    def _stop_actors(self, stop_timeout_s: float) -> None:
+        with contextlib.suppress(Exception):
+            stops = [handle.stop.remote() for handle in self._owned]
+            ray.wait(stops, num_returns=len(stops), timeout=stop_timeout_s)
+        for handle in self._owned:
+            with contextlib.suppress(Exception):
+                ray.kill(handle)
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None:
+            # The other ranks fail once the service is gone, and torchrun then sends SIGTERM here.
+            ignore_while_closing()
+        self.close(stop_timeout_s=STOP_TIMEOUT_S if kind is None else IMPATIENT_STOP_TIMEOUT_S)
+
+
+SHUTDOWN_S = 15.0
+"""Seconds that `ray.shutdown` may take."""
+LINGER_S = 1.0
+"""Seconds that Ray's processes have afterwards to end by themselves."""
+
+
+def started_processes() -> list[Process]:
+    """The Ray processes that this process has started, with all their descendants, such as actors,
+    each as (host, process id, start time). Empty if this process has joined a Ray that another
+    process started.
+    """
+    node = worker._global_node
+    found: list[Process] = []
+    for infos in list(node.all_processes.values()) if node is not None else ():
+        for info in infos:
+            with contextlib.suppress(psutil.Error):
+                born = psutil.Process(info.process.pid).create_time()
+                found += with_descendants((socket.gethostname(), info.process.pid, born))
+    return found
+
+
+def shut_down(timeout_s: float = SHUTDOWN_S) -> None:
+    """End Ray in this process, and kill what is left of the Ray processes that it has started, also
+    those that a signal has stopped. `timeout_s`: seconds that `ray.shutdown` gets; the call returns
+    a few seconds after that at the latest.
+    """
+    processes = started_processes()
+    if not done_within(timeout_s, ray.shutdown):
+        say(f"megarl: Ray has not shut down within {timeout_s:g} s; its processes are killed")
+        end(processes, patience_s=0.0)
+    end(processes, patience_s=LINGER_S)

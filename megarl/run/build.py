@@ -1,0 +1,417 @@
+"""Builds what the RL loop works with on each rank: models, inference engines, the service that
+makes rollouts, the transfer of weights, checkpoints, and time limits.
+
+"All ranks of the job" includes ranks that have no part of the policy, only of other models, such as
+a reference on GPUs of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.checkpoints.checkpoint import Checkpoints
+from megarl.kernels.divergence import Divergence
+from megarl.observe.live_report import LiveReport
+from megarl.observe.observer import Observer
+from megarl.parallel.collectives import broadcast_object, wait_for_first
+from megarl.parallel.mesh import Axis, ProcessMesh, all_ranks
+from megarl.parallel.rank0_commands import Orders
+from megarl.rollout.batch_files import BatchWriter
+from megarl.rollout.client import RolloutClient
+from megarl.run.rollouts import Generation, start_generation
+from megarl.settings.config import DistillConfig, RunConfig, patience_s, silence_s
+from megarl.system.console import phase
+from megarl.system.spans import activity
+from megarl.trainer.context import RunContext, RunInputs, trained_roles
+from megarl.trainer.critic import Critic
+from megarl.trainer.distillation import Distillation
+from megarl.trainer.heads import HeadName
+from megarl.trainer.model_config import longest_sequence
+from megarl.trainer.model_rewards import RewardModels
+from megarl.trainer.policy import PolicyGradient
+from megarl.trainer.role import Role
+from megarl.trainer.role_placement import policy_as_reference, reference_adapter, role_training
+from megarl.trainer.teacher import Teacher
+from megarl.trainer.transfer import BatchTransfer, Scorer
+from megarl.weights.adapter_publisher import AdapterPublisher
+from megarl.weights.probe import Probe
+from megarl.weights.publication import Publication
+from megarl.weights.publisher import Publisher
+
+
+@dataclass
+class TrainingParts:
+    """What one rank of the policy needs to train on batches of rollouts: the recipe, the policy
+    with its optimizer (`policy`) and what trains it (`learner`), reference, critics, reward models
+    and teacher, checkpoints, and on rank 0 the writer of metrics (`observer`). Made by
+    `build_training`.
+    """
+
+    config: RunConfig
+    context: RunContext
+    first_step: int
+    """First step to run: the steps done by the resumed checkpoint, or 0 for a new run."""
+    policy: Role
+    reference: Scorer | None
+    """Computes the reference's log-prob of each token of a batch; None without a KL penalty."""
+    critics: list[Critic]
+    """Compute the values of each batch and learn from its returns: no critic, one for GAE, or those
+    that an advantage function of the user's own needs."""
+    rewards: RewardModels
+    """Adds the scores of the reward models to the rewards of each batch; without reward models it
+    changes nothing."""
+    teacher: Teacher | None
+    """Computes the teacher's token distributions for `task: distill`; None otherwise."""
+    serving: Orders | None
+    """Rank 0's orders to the ranks that hold no part of the policy; None where there are no such
+    ranks."""
+    learner: PolicyGradient | Distillation
+    checkpoints: Checkpoints
+    observer: Observer | None
+    """Writes metrics; None except on rank 0."""
+    report: LiveReport
+    """Writes `report.html` as the run goes."""
+
+    @property
+    def trained(self) -> list[Role]:
+        """The models on this rank that have an optimizer: the policy, and critics that have a part
+        here.
+        """
+        return [self.policy, *(one.role for one in self.critics if one.role is not None)]
+
+    def algorithm_state(self) -> dict[str, float]:
+        """What the algorithm adapts during a run, to be saved in a checkpoint: {name: number}, such
+        as the KL coefficient; empty for distillation, which adapts nothing.
+        """
+        return self.learner.state() if isinstance(self.learner, PolicyGradient) else {}
+
+
+@dataclass
+class Parts(TrainingParts):
+    """What one rank of the policy needs for the RL loop: the models and checkpoints of
+    `TrainingParts`, and in addition inference engines (`generation`), the source of rollouts
+    (`rollouts`), and what sends weights to the engines (`publisher`). Made by `build`.
+    """
+
+    generation: Generation
+    rollouts: RolloutClient
+    publisher: Publication
+    num_held_out: int
+    """Number of held-out problems; 0 if the recipe has none."""
+    batches: BatchWriter | None
+    """Writes the batch of each step for `megarl replay`; None where the recipe does not ask for it,
+    and on all but one of the ranks that get the same samples."""
+
+
+@dataclass
+class ServingParts:
+    """What a training rank needs that has no part of the policy, only of other models, such as a
+    reference on ranks of its own: these models (None or empty where there are none), checkpoints,
+    and the receiver of rank 0's orders (`serving`). Made by `build`.
+    """
+
+    config: RunConfig
+    reference: Scorer | None
+    critics: list[Critic]
+    rewards: RewardModels
+    teacher: Teacher | None
+    serving: Orders
+    """Orders of rank 0, which say what this rank does next."""
+    checkpoints: Checkpoints
+
+
+def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | ServingParts:
+    """Create the objects of this rank. On ranks of the policy, returns `Parts`: models, inference
+    engines and rollouts, which are ready. On other ranks, returns `ServingParts`: models alone. All
+    ranks of the job call it together; it takes minutes. `context`: the opened run (mesh, device,
+    run folder), whose `stack` closes what is created, at the end of the run. `config`: the checked
+    recipe. `inputs`: what the checks have loaded (tokenizer, layout, data).
+    """
+    mesh, stack, generation = context.mesh, context.stack, None
+    num_held_out = broadcast_object(len(inputs.held_out or ()), all_ranks())
+    if mesh.is_member and config.rollout.placement == "disaggregated":
+        # Engines take longest to start: they load while this process builds the policy.
+        generation = begin_generation(context, config, inputs)
+    made = build_training(context, config, inputs, step_deadline_s(config, num_held_out))
+    if isinstance(made, ServingParts):
+        return made
+    if generation is None:
+        # vLLM sizes its cache by the memory that is free, and takes what others free meanwhile for
+        # its own: first every rank, which the start waits for, has built its roles and lent theirs.
+        for role in made.trained:
+            role.engine.offload()
+        generation = begin_generation(context, config, inputs)
+    start_s, whom = config.rollout.engine.start_timeout_s, "engines" if context.is_main else "rank0"
+    with (
+        phase("engines, beside the model"),
+        activity("start of the engines", kind="wait", of=whom, deadline_s=start_s),
+    ):
+        what, longest_s = "the start of the engines", start_s + mesh.timeout_s
+        wait_for_first(generation.wait, mesh.world, what, longest_s)
+        generation.join(stack)
+    publisher = make_publisher(config, inputs, made.policy, generation, mesh)
+    stack.callback(publisher.close)
+    claim, batches = context.claim(), None
+    if mesh.sample.rank == 0:
+        lost = claim.problem if claim else str
+        batches = BatchWriter(context.folder, mesh.data.rank, mesh.data.size, lost)
+        batches.start(made.first_step)  # also where none are written: old ones count no longer
+    return Parts(
+        **vars(made),
+        generation=generation,
+        rollouts=RolloutClient(mesh.data.rank, silence_s=silence_s(config)),
+        publisher=publisher,
+        num_held_out=num_held_out,
+        batches=batches if config.observe.batches else None,
+    )
+
+
+def build_training(
+    context: RunContext, config: RunConfig, inputs: RunInputs, deadline_s: float
+) -> TrainingParts | ServingParts:
+    """Create the models of this rank, and load the checkpoint to resume from. Returns these models
+    as `TrainingParts` on ranks of the policy, else as `ServingParts`. All ranks of the job call it
+    together. `context`: the opened run (mesh, device, run folder). `config`: the checked recipe.
+    `inputs`: what the checks have loaded (tokenizer, layout, data). `deadline_s`: seconds that a
+    rank without a part of the policy waits for the next order of rank 0 at most.
+    """
+    mesh, everyone, orders = context.mesh, all_ranks(), None
+    if len(mesh.ranks) < everyone.size:
+        # In one collective a rank may wait for another role's whole step, or its loading.
+        everyone = all_ranks(timeout_s=STEPS_OF * config.training.collective_timeout_s)
+        orders = Orders(silence_s=config.training.collective_timeout_s, longest_s=deadline_s)
+        context.stack.callback(orders.close)
+    updates = (config.steps - config.warmup_steps) * config.training.optimizer_steps
+    policy = learner = None
+    with phase("model and optimizer"), activity("model and optimizer", kind="load"):
+        if mesh.is_member:
+            policy = context.role("policy", config.model, optimizer_steps=updates)
+            learner = make_learner(config, policy)
+        reference, critics, rewards = make_roles(context, config, everyone, policy)
+    checkpoints = context.checkpoints(
+        policy.engine if policy else None,
+        {one.section: one.role.engine for one in critics if one.role is not None},
+        roles=trained_roles(config, inputs.roles),
+        everyone=everyone,
+    )
+    teacher = make_teacher(context, config, everyone, policy)
+    progress = context.resume(checkpoints)
+    if policy is None or learner is None:
+        assert orders is not None
+        return ServingParts(config, reference, critics, rewards, teacher, orders, checkpoints)
+    first_step = progress.step if progress else 0
+    if progress and isinstance(learner, PolicyGradient):
+        learner.restore(progress.algorithm)
+    learner.guard.has_updated = first_step > config.warmup_steps
+    return TrainingParts(
+        config=config,
+        context=context,
+        first_step=first_step,
+        policy=policy,
+        reference=reference,
+        critics=critics,
+        rewards=rewards,
+        teacher=teacher,
+        serving=orders,
+        learner=learner,
+        checkpoints=checkpoints,
+        observer=context.observe(first_step),
+        report=LiveReport(context.folder),
+    )
+
+
+def begin_generation(context: RunContext, config: RunConfig, inputs: RunInputs) -> Generation:
+    """Begin to start Ray, the inference engines and the service that makes rollouts, on rank 0;
+    does not wait for the engines. All ranks of the policy call it together. Before use, call on the
+    result `wait`, which blocks rank 0 until the engines are ready, and `join`, by which the other
+    ranks connect to Ray.
+    """
+    on_cpu = context.device.type == "cpu"
+    with phase("Ray"), activity("start of Ray", kind="load"):
+        return start_generation(config, inputs, context.mesh, context.stack, on_cpu=on_cpu)
+
+
+def make_publisher(
+    config: RunConfig, inputs: RunInputs, policy: Role, generation: Generation, mesh: ProcessMesh
+) -> Publication:
+    """The object whose `publish` sends the policy's weights, or with `training.lora.publish:
+    adapter` only its LoRA adapters, from the trainer's ranks to the inference engines. All ranks of
+    the policy call it together. `policy`: this rank's part of the model; `generation`: the engines;
+    `mesh`: the policy's ranks.
+    """
+    engine, lora = config.rollout.engine, config.training.lora
+    probe = Probe.random(
+        dtypes=(engine.dtype, config.training.dtype),
+        vocab_size=len(inputs.tokenizer),
+        max_tokens=longest_sequence(config, inputs.hf),
+        seed=config.seed,
+        tolerance=config.weight_sync.probe_tolerance,
+    )
+    if lora.is_on and lora.publish == "adapter":
+        return AdapterPublisher(
+            config.weight_sync,
+            policy=policy,
+            engines=generation.engines,
+            mesh=mesh,
+            probe=probe,
+            layouts=f"adapters of rank {lora.rank}, training {mesh.layout}",
+        )
+    table = broadcast_object(inputs.table, mesh.world)
+    assert table is not None, "the checks make it wherever engines get all weights"
+    return Publisher(
+        config.weight_sync,
+        table=table,
+        policy=policy,
+        engines=generation.engines,
+        num_engines=config.rollout.num_engines,
+        engine_tensor=engine.tensor,
+        mesh=mesh,
+        dtype=engine.dtype,
+        probe=probe,
+        shares_gpus=config.rollout.placement == "colocated",
+    )
+
+
+def make_learner(config: RunConfig, policy: Role) -> PolicyGradient | Distillation:
+    """The object that trains the policy on the rollouts of a step: `Distillation` for a recipe of
+    `task: distill`, else `PolicyGradient`. Every rank of the policy calls it. `policy`: this
+    rank's part of the model with its optimizer.
+    """
+    rollout = config.rollout
+    if isinstance(config, DistillConfig):
+        at_same = config.distillation.temperature == rollout.temperature
+        compares = at_same and not rollout.sampling.truncation
+        return Distillation(policy, config.distillation, compares_engines=compares)
+    return PolicyGradient(policy, config.algorithm, temperature=rollout.temperature)
+
+
+def make_teacher(
+    context: RunContext, config: RunConfig, everyone: Axis, policy: Role | None
+) -> Teacher | None:
+    """Create the frozen teacher model of a `task: distill` run, whose `read` computes its
+    distributions for a step's samples; returns None for other runs. All ranks of the job call it
+    together; `everyone` is their process group. `policy`: this rank's part of the policy, None on a
+    rank that has none.
+    """
+    if not isinstance(config, DistillConfig):
+        return None
+    wanted = config.distillation
+    return Teacher(
+        make_transfer(context, config, "teacher", everyone, head="states"),
+        config.teacher.model,
+        policy,
+        Divergence(wanted.divergence, wanted.beta, wanted.top_k, wanted.temperature),
+        precision=config.training.dtype,
+    )
+
+
+def make_transfer(
+    context: RunContext,
+    config: RunConfig,
+    name: str,
+    everyone: Axis,
+    *,
+    head: HeadName = "logprobs",
+    optimizer_steps: int | None = None,
+) -> BatchTransfer:
+    """Create the model of the recipe's section `name` ("reference", "critic", "reward_models.NAME",
+    "teacher") on the ranks that the recipe gives it. Returns the object that sends batches from the
+    policy's ranks to this model and its results back. All ranks of the job call it together;
+    `everyone` is their process group. `head`: what the model computes for each token: "logprobs",
+    "value", "scalar" (a reward) or "states" (last hidden states). `optimizer_steps`: number of
+    optimizer steps in the whole run, for a model to be trained; None: the model is frozen.
+    """
+    settings, place = config.other_roles[name], context.inputs.roles.get(name)
+    mesh = context.mesh
+    if place is not None and (place.ranks, place.layout) != (mesh.ranks, mesh.layout):
+        mesh = context.make_mesh(place)
+    role = None
+    if mesh.is_member:
+        role = context.role(
+            name,
+            settings.model if settings.model.path else config.model,
+            head=head,
+            optimizer_steps=optimizer_steps,
+            training=role_training(config, name),
+            mesh=mesh,
+        )
+    return _transfer_to(role, mesh, context, config, everyone)
+
+
+def _transfer_to(
+    role: Role | None, mesh: ProcessMesh, context: RunContext, config: RunConfig, everyone: Axis
+) -> BatchTransfer:
+    """What moves batches from the policy's ranks to `role` on the ranks of `mesh`."""
+    return BatchTransfer(
+        role,
+        policy=context.mesh,
+        mesh=mesh,
+        everyone=everyone,
+        device=context.device,
+        micro_batch_tokens=config.training.micro_batch_tokens,
+        share_prefix=config.training.share_prefix,
+    )
+
+
+def make_roles(
+    context: RunContext, config: RunConfig, everyone: Axis, policy: Role | None
+) -> tuple[Scorer | None, list[Critic], RewardModels]:
+    """Create the models beside the policy: (reference, critics, reward models), objects that
+    compute log-probs, values and scores of a step's samples. The reference is None where the
+    algorithm does not use one. With LoRA and no reference model in the recipe, the policy itself is
+    the reference: without its adapters, or with their initial weights if the run starts from an
+    adapter and `reference.lora` is "start". All ranks of the job call it together; `everyone` is
+    their process group. `policy` is None on ranks that have no part of the policy.
+    """
+    reference = None
+    if "reference" in config.other_roles and policy_as_reference(config):
+        transfer = _transfer_to(policy, context.mesh, context, config, everyone)
+        if policy is None:
+            reference = Scorer(transfer)
+        elif reference_adapter(config):  # a checkpoint is loaded later, and changes only the policy
+            reference = Scorer(transfer, within=policy.keep_adapters())
+        else:
+            reference = Scorer(transfer, within=policy.adapters_off)
+    elif "reference" in config.other_roles:
+        reference = Scorer(make_transfer(context, config, "reference", everyone))
+    critics, updates = list[Critic](), config.steps * config.training.optimizer_steps
+    for name, settings in config.all_critics.items():
+        transfer = make_transfer(
+            context, config, name, everyone, head="value", optimizer_steps=updates
+        )
+        critics.append(Critic(transfer, value_clip=settings.value_clip, section=name))
+    scorers = {
+        name: Scorer(
+            make_transfer(context, config, f"reward_models.{name}", everyone, head="scalar")
+        )
+        for name in config.reward_models
+    }
+    weights = {name: model.weight for name, model in config.reward_models.items()}
+    return reference, critics, RewardModels(scorers, weights)
+
+
+STEPS_OF = 10
+"""A rank waits for another model's step, which is made of many collectives, for so many times
+`training.collective_timeout_s`."""
+
+
+def rollout_deadline_s(config: RunConfig, num_held_out: int) -> float:
+    """Seconds that the rollouts of one step, or one evaluation on the `num_held_out` held-out
+    problems, may take at most, from the recipe's deadline of a single request, and that of an
+    agent's own time.
+    """
+    draws = config.rollout.groups_per_step * config.rollout.dynamic_sampling.max_draws
+    per_group = config.rollout.group_size + bool(config.greedy_baseline)
+    requests = int((1 + config.rollout.max_staleness) * draws * per_group)
+    return patience_s(config, max(requests, num_held_out)) + config.environment.agent.longest_s
+
+
+def step_deadline_s(config: RunConfig, num_held_out: int) -> float:
+    """Seconds that a rank without a part of the policy waits for the next batch at most: the time
+    limits of rollouts, training, evaluations on `num_held_out` problems, and sending weights to the
+    engines, with starts of engines and repeated sending after failures.
+    """
+    publish_s = (1 + config.weight_sync.replacements) * config.weight_sync.timeout_s
+    start_s = (1 + config.weight_sync.replacements) * config.rollout.engine.start_timeout_s
+    collectives_s = 2 * config.training.collective_timeout_s
+    return 3 * rollout_deadline_s(config, num_held_out) + publish_s + start_s + collectives_s

@@ -1,0 +1,591 @@
+"""Reads a recipe: YAML and command-line overrides become one frozen configuration, or one error.
+
+    recipe.yaml + ["--training.optimizer.learning_rate", "1e-4"] -> RunConfig
+
+`megarl.settings.recipe_file` reads YAML and command line; pydantic refuses unknown keys and wrong
+types with their dotted path, and each class checks its own ranges. No torch is imported.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import ValidationError
+
+from megarl.settings import presets, recipe_file, recipe_paths
+from megarl.settings.combinations import check_best, check_run_settings, check_warmup
+from megarl.settings.data import DemonstrationsConfig, PreferencesConfig, PromptsConfig
+from megarl.settings.environments import EnvironmentConfig
+from megarl.settings.limits import MOST_STEPS
+from megarl.settings.objectives import (
+    COMPARING,
+    WITH_GREEDY_BASELINE,
+    ZERO_IF_EQUAL,
+    AlgorithmConfig,
+    DistillationConfig,
+    PreferenceLossConfig,
+    RewardLossConfig,
+)
+from megarl.settings.observe import EarlyStopConfig, ObserveConfig, ReplayConfig
+from megarl.settings.recipe_paths import OutputText, PathText
+from megarl.settings.rollout import ENGINE_STARTS, RolloutConfig
+from megarl.settings.schema import (
+    FILE,
+    Config,
+    Excludes,
+    Needs,
+    Of,
+    Range,
+    Without,
+    is_own,
+    leaves,
+    problems,
+    replace,
+    require,
+    section,
+    shortened,
+)
+from megarl.settings.serve import ServeRewardConfig
+from megarl.settings.training import (
+    WITH_PATH,
+    AnyRunConfig,
+    CriticConfig,
+    ModelConfig,
+    ReferenceLora,
+    ReferenceRoleConfig,
+    RewardModelRoleConfig,
+    RoleConfig,
+    TeacherConfig,
+    TrainedModel,
+    TrainingConfig,
+)
+from megarl.settings.weight_sync import WeightSyncConfig
+
+C = TypeVar("C", bound=Config)
+
+
+class EvaluationConfig(Config):
+    """Evaluation on held-out problems before, during and after training: which problems, how often,
+    and with which sampling. The run's own verifier scores the responses.
+    """
+
+    prompts: PromptsConfig = section(PromptsConfig, shuffle=False)
+    """Source of the problems; empty for no evaluation. All of them are asked, in any order."""
+    every: Annotated[int, Range(0, MOST_STEPS)] = 0
+    """Steps between evaluations; 0 evaluates only before the first and after the last step."""
+    temperature: Annotated[float, Range(0.01, 2.0, or_zero=True)] = 0.0
+    """Sampling temperature; 0 is greedy."""
+    sampled_too: bool = False
+    """Also draw one sample of each problem at the rollout temperature."""
+    samples: Annotated[int, Range(1, 10_000)] = 1
+    """Of `megarl eval`: samples of each problem at the rollout temperature, for avg@n, pass@k and
+    maj@n; 1 for none, unless `sampled_too` is set."""
+    models: tuple[PathText, ...] = ()
+    """Of `megarl eval`: model folders or hub names, one after another; empty for `model.path`."""
+    sources: tuple[PathText, ...] = ()
+    """Of `megarl eval`: further data sets, read as `prompts` is."""
+
+
+class SampleConfig(Config):
+    """Settings of `megarl sample`, which generates responses and writes a data file: how many
+    responses to each prompt, and which of them are written.
+    """
+
+    samples: Annotated[int, Range(1, 10_000)] = 8
+    """Responses to each of `prompts`, at `rollout.temperature`."""
+    keep: Literal["best", "all", "pairs"] = "best"
+    """`best`: of each prompt the response with the highest reward; `all`: every response, with its
+    reward; `pairs`: the best and the worst response, where their rewards differ. Empty responses
+    are left out, and so are responses that were cut off at the token limit, but as the worst."""
+    min_reward: Annotated[float | None, Range(-1e9, 1e9)] = None
+    """Leave out what has less reward than this; of `pairs` the chosen response must have it."""
+    shown: Annotated[int, Range(1, 10_000)] = 4
+    """Of `megarl rollout`: number of rollouts that are printed, each of another prompt."""
+
+
+OF_ONE_SOURCE = Excludes("prompts.sources", "with which a run has steps")
+OF_KL = Of("algorithm.kl.coefficient")
+
+
+class RunConfig(AnyRunConfig):
+    """All settings of a reinforcement-learning run, which samples responses to prompts, scores them
+    and trains the policy on the rewards: the recipe of `task: rl`, also read by `eval` and
+    `sample`.
+    """
+
+    task: Literal["rl"] = "rl"
+    epochs: Annotated[float | None, Range(1e-6, 1e6), OF_ONE_SOURCE] = None
+    """Passes over the prompts. If set, `steps` becomes `epochs` x number of prompts /
+    `rollout.groups_per_step`, rounded up; not for `prompts.sources`. Rollouts of a prompt that
+    dynamic sampling rejects are not counted, so with it the run passes over the prompts more
+    often."""
+    model: TrainedModel = section(ModelConfig)
+    reference: Annotated[ReferenceRoleConfig, OF_KL] = section(ReferenceRoleConfig)
+    """The frozen model of `algorithm.kl`; used where `algorithm.kl.coefficient` is above 0."""
+    critic: Annotated[CriticConfig, Of("algorithm.advantage", "gae")] = section(CriticConfig)
+    """The value model of PPO; used where `algorithm.advantage` is gae."""
+    critics: Annotated[dict[str, CriticConfig], Of("algorithm.advantage", FILE)] = {}
+    """{name: value model} for an advantage of your own, which gets the values of each: two critics
+    whose smaller value counts, for example."""
+    reward_models: dict[str, RewardModelRoleConfig] = {}
+    """{name: reward model}. The reward of a response is the environment's reward plus weight x
+    score of each model. Set `environment.correct` and `wrong` to 0 if the environment is only to
+    say what is correct, or `environment.verifier: none` if nothing is."""
+    prompts: PromptsConfig = section(PromptsConfig)
+    environment: EnvironmentConfig = section(EnvironmentConfig)
+    rollout: RolloutConfig = section(RolloutConfig)
+    algorithm: AlgorithmConfig = section(AlgorithmConfig)
+    training: TrainingConfig = section(TrainingConfig)
+    weight_sync: WeightSyncConfig = section(WeightSyncConfig)
+    evaluation: EvaluationConfig = section(EvaluationConfig)
+    sample: SampleConfig = section(SampleConfig)
+    replay: ReplayConfig = section(ReplayConfig)
+    early_stop: EarlyStopConfig = section(EarlyStopConfig)
+    observe: ObserveConfig = section(ObserveConfig)
+
+    def check(self) -> None:
+        check_run_settings(self, longest_request(self))
+
+    @property
+    def group_filter(self) -> str:
+        """Which groups (all rollouts of one prompt) are trained on: "differing", those with
+        different rewards, or "all". It is `rollout.filter` if that is set; otherwise "differing"
+        for an advantage that compares the rollouts of a group, where equal rewards teach nothing.
+        """
+        usual = "differing" if self.algorithm.advantage in COMPARING else "all"
+        return self.rollout.filter or usual
+
+    @property
+    def skips_equal_groups(self) -> bool:
+        """Whether training leaves out groups (all rollouts of one prompt) with equal rewards
+        without computing them: their advantages are 0, and the loss has no other term, so that the
+        gradient is the same without them.
+        """
+        algorithm = self.algorithm
+        return (
+            algorithm.advantage in ZERO_IF_EQUAL
+            and algorithm.credit == "response"
+            and algorithm.kl.coefficient == 0
+            and algorithm.entropy_coefficient == 0
+            and not is_own(algorithm.loss)  # which may have a gradient there
+            and not is_own(algorithm.method)
+            and not self.reward_models  # which change the rewards afterwards
+        )
+
+    @property
+    def greedy_baseline(self) -> bool:
+        """Whether each prompt also gets a greedy response, as a baseline (ReMax)."""
+        return self.algorithm.advantage in WITH_GREEDY_BASELINE
+
+    @property
+    def all_critics(self) -> dict[str, CriticConfig]:
+        """{dotted section of the recipe, "critic" or "critics.NAME": its settings} of the critics
+        that the run uses; empty if the algorithm has none.
+        """
+        found = {"critic": self.critic} if self.algorithm.advantage == "gae" else {}
+        return found | {f"critics.{name}": one for name, one in self.critics.items()}
+
+    @property
+    def other_roles(self) -> dict[str, RoleConfig]:
+        """{dotted section of the recipe, such as "reference" or "critic": its settings} of the
+        models beside the policy that the run uses: reference, critics and reward models.
+        """
+        found: dict[str, RoleConfig] = {}
+        if self.algorithm.kl.coefficient > 0:
+            found["reference"] = self.reference
+        found |= self.all_critics
+        return found | {f"reward_models.{name}": one for name, one in self.reward_models.items()}
+
+    @property
+    def warmup_steps(self) -> int:
+        """Number of steps at the start of the run in which only the critics learn."""
+        return max((one.warmup_steps for one in self.all_critics.values()), default=0)
+
+
+TEACHER_ALONE = Without(
+    why="which task: distill does not use: the policy learns from its teacher alone"
+)
+
+
+class DistillConfig(RunConfig):
+    """All settings of a run of on-policy distillation, in which the policy learns from a teacher's
+    distributions on responses that the policy samples: the recipe of `task: distill`. It has the
+    settings of `task: rl` but those of rewards: `algorithm`, `reference`, `critic`, `critics`
+    and `reward_models` must be left out.
+    """
+
+    task: Literal["distill"] = "distill"  # pyright: ignore[reportIncompatibleVariableOverride]
+    reference: Annotated[ReferenceRoleConfig, TEACHER_ALONE] = section(ReferenceRoleConfig)
+    critic: Annotated[CriticConfig, TEACHER_ALONE] = section(CriticConfig)
+    critics: Annotated[dict[str, CriticConfig], TEACHER_ALONE] = {}
+    reward_models: Annotated[dict[str, RewardModelRoleConfig], TEACHER_ALONE] = {}
+    algorithm: Annotated[AlgorithmConfig, TEACHER_ALONE] = section(AlgorithmConfig)
+    training: Annotated[
+        TrainingConfig, Without("logprobs", why="which computes no divergences")
+    ] = section(TrainingConfig)
+    teacher: Annotated[
+        TeacherConfig,
+        Needs("set it to a model with the tokenizer of model.path", "model.path"),
+        Without("model.from_scratch", why="but random weights teach nothing"),
+    ] = section(TeacherConfig)
+    distillation: DistillationConfig = section(DistillationConfig)
+
+    @property
+    def group_filter(self) -> str:
+        """Which groups (all rollouts of one prompt) are trained on: `rollout.filter` if that is
+        set, otherwise "all", since the loss of a response does not depend on other responses.
+        """
+        return self.rollout.filter or "all"
+
+    @property
+    def skips_equal_groups(self) -> bool:
+        """False: groups (all rollouts of one prompt) with equal rewards are trained on too, since
+        the loss of a response does not depend on its reward.
+        """
+        return False
+
+    @property
+    def other_roles(self) -> dict[str, RoleConfig]:
+        """{"teacher": its settings}: the only model beside the policy that the run uses."""
+        return {"teacher": self.teacher}
+
+
+NEEDS_SOURCE = Needs("set it to a data file or hub name", "source")
+
+
+class HeldOutConfig(Config):
+    """How often a run on a fixed data set (`task: sft`, `preference`, `reward_model`) is evaluated
+    on held-out rows.
+    """
+
+    every: Annotated[int, Range(0, MOST_STEPS)] = 0
+    """Steps between evaluations; 0 evaluates only before the first and after the last step."""
+
+
+class SupervisedConfig(AnyRunConfig):
+    """Settings that all runs on a fixed data set have: `task: sft`, `preference` and
+    `reward_model`.
+    """
+
+    samples_per_step: Annotated[int, Range(1, 2**20)] = 64
+    """Rows of one optimizer step, over all ranks: demonstrations, or preferences (each of two
+    responses)."""
+    model: TrainedModel = section(ModelConfig)
+    training: Annotated[
+        TrainingConfig,
+        Without("num_mini_batches", "epochs_per_step", why="which has no meaning on a data set"),
+        Without("lora.publish", why="but training on a data set has no engines to publish to"),
+    ] = section(TrainingConfig)
+    evaluation: HeldOutConfig = section(HeldOutConfig)
+    observe: ObserveConfig = section(ObserveConfig)
+
+    def check(self) -> None:
+        check_best(self)
+
+
+class SftEvaluationConfig(HeldOutConfig):
+    """Evaluation of a fine-tuning run: the loss on demonstrations that are not trained on, and how
+    often it is measured.
+    """
+
+    demonstrations: DemonstrationsConfig = section(DemonstrationsConfig, shuffle=False)
+    """Source of the demonstrations; empty for no evaluation. All of them are used."""
+
+
+class SftConfig(SupervisedConfig):
+    """All settings of a supervised fine-tuning run, which trains a model on (prompt, response)
+    demonstrations: the recipe of `task: sft`.
+    """
+
+    task: Literal["sft"] = "sft"
+    demonstrations: Annotated[DemonstrationsConfig, NEEDS_SOURCE] = section(DemonstrationsConfig)
+    evaluation: SftEvaluationConfig = section(SftEvaluationConfig)
+
+
+class PreferenceEvaluationConfig(HeldOutConfig):
+    """Evaluation of a run on preferences: loss and accuracy on preferences that are not trained on,
+    and how often they are measured.
+    """
+
+    preferences: PreferencesConfig = section(PreferencesConfig, shuffle=False)
+    """Source of the preferences; empty for no evaluation. All of them are used."""
+
+    def check(self) -> None:
+        empty = PreferencesConfig(), PreferencesConfig(shuffle=False)
+        require(
+            bool(self.preferences.source) or self.preferences in empty,
+            "PreferenceEvaluationConfig.preferences has settings, but no source; leave it out, or"
+            " set PreferenceEvaluationConfig.preferences.source",
+        )
+
+
+class ReferenceConfig(Config):
+    """The frozen model that a preference method compares with. It scores every response once,
+    before the first step, and is then released.
+    """
+
+    model: Annotated[ModelConfig, WITH_PATH] = section(ModelConfig)
+    """The model; with an empty path `model`, as it is before training."""
+    lora: ReferenceLora = "start"
+    """With `training.lora.adapter`, and no `model.path` here: whether the reference is the model
+    with the adapter that the run starts from (start), or the model without adapters (base)."""
+    cache: OutputText = ""
+    """Folder in which its log-probs are kept, in a file whose name is the digest of the data and of
+    the model's weights; empty: `reference` in the run folder. Runs that differ in their loss can
+    share one."""
+
+
+NO_MARGINS = "which only task: reward_model uses"
+
+
+class PreferenceConfig(SupervisedConfig):
+    """All settings of a run that trains a policy on preferences without a reward model (DPO, KTO
+    and others): the recipe of `task: preference`.
+    """
+
+    task: Literal["preference"] = "preference"
+    loss: PreferenceLossConfig = section(PreferenceLossConfig)
+    reference: Annotated[
+        ReferenceConfig, Of("loss.has_reference", why="but loss.method uses no reference", fix="")
+    ] = section(ReferenceConfig)
+    preferences: Annotated[
+        PreferencesConfig, NEEDS_SOURCE, Without("margin_column", why=NO_MARGINS)
+    ] = section(PreferencesConfig)
+    evaluation: Annotated[
+        PreferenceEvaluationConfig, Without("preferences.margin_column", why=NO_MARGINS)
+    ] = section(PreferenceEvaluationConfig)
+
+    def check(self) -> None:
+        super().check()
+        used = self.preferences.response_column or self.evaluation.preferences.response_column
+        require(
+            not used or self.loss.method == "kto",
+            f"response_column of preferences or evaluation.preferences is '{used}', but loss.method"
+            f" '{self.loss.method}' needs pairs; set loss.method to 'kto', or name the columns of"
+            " the two responses",
+        )
+
+
+PAIRS_ONLY = (
+    "but a reward model learns from pairs; name the columns of the two responses, or train with"
+    " task: preference and KTO"
+)
+
+
+class RewardModelConfig(SupervisedConfig):
+    """All settings of a run that trains a reward model, which gives a text a score, on pairs of a
+    better and a worse response: the recipe of `task: reward_model`.
+    """
+
+    task: Literal["reward_model"] = "reward_model"
+    loss: RewardLossConfig = section(RewardLossConfig)
+    preferences: Annotated[
+        PreferencesConfig, NEEDS_SOURCE, Without("response_column", why=PAIRS_ONLY)
+    ] = section(PreferencesConfig)
+    evaluation: Annotated[
+        PreferenceEvaluationConfig, Without("preferences.response_column", why=PAIRS_ONLY)
+    ] = section(PreferenceEvaluationConfig)
+
+
+AnyConfig = RunConfig | SupervisedConfig
+"""The configuration of any command that trains."""
+
+__all__ = ["ServeRewardConfig"]
+"""A configuration class of another module; commands name it as one of `megarl.settings.config`."""
+
+
+def with_steps(config: C, num_rows: int) -> C:
+    """A copy of the configuration whose number of training steps, `steps`, follows from its
+    `epochs`, for a data set of `num_rows` rows (prompts, demonstrations or preferences): epochs x
+    rows / rows of a step, rounded up. If `epochs` is None, the configuration itself. Raises
+    `ValueError` for more steps than a run may have, and if a critic's warm-up lasts for all of
+    them.
+    """
+    assert isinstance(config, AnyConfig)
+    if config.epochs is None:
+        return config
+    is_rl = isinstance(config, RunConfig)
+    per_step = config.rollout.groups_per_step if is_rl else config.samples_per_step
+    # Without the rounding, 0.1 epochs of 10 rows would be a row more than 1.
+    steps = max(1, math.ceil(round(config.epochs * num_rows / per_step, 9)))
+    require(
+        steps <= MOST_STEPS,
+        f"epochs is {config.epochs:g}, which is {steps} steps for {num_rows} rows; set fewer, so"
+        f" that there are at most {MOST_STEPS} steps",
+    )
+    found = replace(config, steps=steps)
+    if isinstance(found, RunConfig):
+        check_warmup(found)
+    return found
+
+
+def longest_request(config: RunConfig) -> int:
+    """Largest number of tokens that an engine may need for one sequence: the longest prompt,
+    held-out ones included, and the longest response together.
+    """
+    held_out = config.evaluation.prompts
+    prompt = max(
+        config.prompts.max_prompt_tokens, held_out.max_prompt_tokens if held_out.names_data else 0
+    )
+    return prompt + config.rollout.max_new_tokens
+
+
+def made_with(config: RunConfig) -> str:
+    """Digest, as 32 hexadecimal digits, of the settings that determine what a finished rollout
+    contains and how old its weights may be: `environment`, `prompts`, the baseline of greedy
+    responses, which prompts are kept, and `rollout` without engine settings. A resumed run keeps
+    the finished rollouts of its checkpoint only if the digest is the same.
+    """
+    rollout = config.rollout.model_dump(exclude=NO_MATTER)
+    is_penalised = config.algorithm.truncated == "penalise"
+    kinds = config.group_filter, config.greedy_baseline, is_penalised
+    plain = [rollout, config.environment.model_dump(), config.prompts.model_dump(), kinds]
+    text = json.dumps(plain, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+NO_MATTER = {*("engine", "num_engines", "placement", "request_timeout_s"), "max_open_groups"}
+"""Settings of `rollout` that do not change a finished rollout."""
+
+
+def patience_s(config: RunConfig, num_requests: int) -> float:
+    """Seconds that `num_requests` generation requests together may take:
+    `rollout.request_timeout_s` x (2 + the number of full batches), where a batch is as many
+    requests as all engines run at the same time (`max_num_sequences` each).
+    """
+    at_once = config.rollout.num_engines * config.rollout.engine.max_num_sequences
+    return config.rollout.request_timeout_s * (2 + num_requests // at_once)
+
+
+def silence_s(config: RunConfig) -> float:
+    """Seconds without any engine step and any verifier's verdict after which the run counts as
+    stuck: the time to find a hung engine, to start a new one 3 times, to start and score by a slow
+    verifier, and in which an agent need not call the model, plus a minute.
+    """
+    engine, environment = config.rollout.engine, config.environment
+    restart_s = engine.stall_timeout_s + ENGINE_STARTS * engine.start_timeout_s
+    verdict_s = 2 * environment.time_limit_s  # a call may be made again
+    own_s = environment.start_limit_s + environment.agent.longest_s
+    return restart_s + own_s + verdict_s + 60.0
+
+
+TASKS: dict[str, type[AnyConfig]] = {
+    "rl": RunConfig,
+    "sft": SftConfig,
+    "preference": PreferenceConfig,
+    "reward_model": RewardModelConfig,
+    "distill": DistillConfig,
+}
+"""{`task` of a recipe: its configuration class}"""
+
+
+def task_class(tree: dict[str, Any], where: str) -> type[AnyConfig]:
+    """The configuration class of a recipe, given as nested dicts, by its key `task`. Raises
+    `ValueError` if the key is missing or has another value than `TASKS` names; `where` says in the
+    message where the dicts come from.
+    """
+    task, tasks = tree.get("task"), ", ".join(TASKS)
+    require(
+        task is not None,
+        f"{where} does not say what it is; add a line such as `task: rl` at its top, with one of"
+        f" {tasks} (only recipes of megarl serve-reward have none)",
+    )
+    require(
+        isinstance(task, str) and task in TASKS,
+        f"{where}: task is {shortened(repr(task))}; set it to one of {tasks}",
+    )
+    return TASKS[str(task)]
+
+
+def read(
+    kind: type[C],
+    file: str | Path,
+    overrides: Sequence[str] = (),
+    say: Callable[[str], object] = str,
+) -> C:
+    """Read the YAML recipe `file` as configuration class `kind`. The words `overrides` of a command
+    line, `--section.key value`, replace settings of the recipe. `say` is called with a line of text
+    for each relative path that was found in the recipe's folder and not in the working folder, and
+    where `file` is the name of a recipe that comes with megarl; by default nothing is said.
+
+    Raises `ValueError` with file, line, dotted key and problem for mistakes in recipe or
+    `overrides`.
+    """
+    path, lines = recipe_paths.recipe_path(file, say), {}
+    tree = presets.spelled_out(recipe_file.read_tree(path, lines))
+    where = f"recipe {path}"
+    if overrides:
+        changed = recipe_file.override(tree, kind, [presets.long_word(word) for word in overrides])
+        leaves = [one for one in changed if not any(two.startswith(f"{one}.") for two in changed)]
+        inside = tuple(leaf + mark for leaf in leaves for mark in ".[")
+        lines = {
+            key: line
+            for key, line in lines.items()
+            if key not in changed and not key.startswith(inside)
+        }
+        where += f" with {' '.join(overrides)}"
+    return from_tree(kind, tree, where=where, beside=path.parent, say=say, lines=lines)
+
+
+def written_tree(file: str | Path) -> dict[str, Any]:
+    """The settings that a recipe spells out, as nested dicts, without defaults. `file`: its path,
+    or the name of a recipe that comes with megarl, such as "quickstart". Raises `ValueError` with
+    file and line for a file that is no recipe.
+    """
+    return presets.spelled_out(recipe_file.read_tree(recipe_paths.recipe_path(file)))
+
+
+def from_tree(
+    kind: type[C],
+    tree: Any,
+    *,
+    where: str,
+    beside: Path | None = None,
+    say: Callable[[str], object] = str,
+    lines: dict[str, int] | None = None,
+) -> C:
+    """Convert nested dicts, as a recipe has them, to configuration class `kind`, with all of its
+    checks; presets are filled in.
+
+    Raises `ValueError` with all mistakes. For its message: `where` says where the dicts come from,
+    and `lines` is {dotted key: line in the file}. `beside`: folder of the recipe, in which relative
+    paths are looked for that are not in the working folder; `say` is called with a line of text for
+    each path that is found there.
+    """
+    folder = recipe_paths.Beside(beside)
+    try:
+        found = kind.model_validate(presets.filled_in(tree), context=folder)
+    except ValidationError as error:
+        said = [
+            in_line(one, lines or {}) for one in problems(error, partial(recipe_file.hint, kind))
+        ]
+        raise ValueError(f"{where}: {shortened('; '.join(said), 2000)}") from None
+    settings = list(leaves(found.model_dump()))
+    for name, path, said in folder.found:
+        # Of a list of paths, the setting's name stands before the item's number.
+        same = [key for key, value in settings if f".{name}" in f".{key}" and value == path]
+        say(f"{same[0] if same else name}: {said}")
+        settings = [one for one in settings if one[0] not in same[:1]]
+    return found
+
+
+def in_line(said: str, lines: dict[str, int]) -> str:
+    """The message `said` about a mistake in a recipe, with "line N: " before it. N is the line, in
+    `lines` ({dotted key: line in the recipe}), of the first setting that stands before a ";" in the
+    message. Without such a setting the message is unchanged.
+    """
+    words = re.findall(r"[\w.\[\]]+", said.partition(";")[0])
+    keys = [word for word in words if word in lines and (word == words[0] or "." in word)]
+    return f"line {lines[keys[0]]}: {said}" if keys else said
+
+
+def dump(value: Config) -> str:
+    """A configuration as YAML text, with all defaults; `read` of a file with this text gives an
+    equal configuration.
+    """
+    return recipe_file.dump_yaml(value.model_dump())

@@ -1,0 +1,1 @@
+"""The machine below a run: processes, signals, files, Ray's calls, what each process does."""

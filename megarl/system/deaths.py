@@ -1,0 +1,70 @@
+"""Why a Ray actor died, in one line; where a machine's memory was full, also which processes used
+it.
+
+Ray ends actors where 95 % of the host's memory are used (`RAY_memory_usage_threshold`), whoever
+uses it. Calls of such an actor raise `OutOfMemoryError`, which is no `RayActorError`, with some
+2,000 characters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+
+import psutil
+import ray
+from ray.exceptions import OutOfMemoryError, RayActorError
+
+from megarl.system.private_folder import is_of_this_run
+
+DEATHS = (RayActorError, OutOfMemoryError)
+"""The exceptions of a Ray call whose actor is dead or could not be reached."""
+ENGINE_DEAD = "EngineDeadError"
+"""Name of the exception that vLLM raises when one of its processes is dead. The name is compared,
+since vLLM is not imported where Ray is called."""
+
+NODE = re.compile(r"\(IP: ([^,]+),.*?was ([\d.]+)GB used / ([\d.]+)GB limit")
+THRESHOLD = re.compile(r"exceeded threshold of (\d+)B")
+PROCESS = re.compile(r"^(\d+)\t([\d.]+)\t(.+)$", re.MULTILINE)
+NAMED = 3
+"""Number of processes that the line names."""
+LONGEST_NAME = 40
+"""Characters of a process's command line that it shows."""
+OWN = "of this run"
+
+
+def why_dead(error: BaseException) -> str:
+    """One line, without a line break, that says why an actor died. `error`: Ray's `RayActorError`
+    or `OutOfMemoryError`, raised by a Ray call. For a machine whose memory was full the line names
+    the largest processes, this run's part, and what to change.
+    """
+    node = NODE.search(str(error))
+    if node is None or not isinstance(error, OutOfMemoryError):
+        return (str(error).splitlines() or [repr(error)])[0]
+    address, used, total = node[1], float(node[2]), node[3]
+    is_here = address == ray.util.get_node_ip_address()
+    users, own = list[str](), 0.0
+    for pid, gib, command in PROCESS.findall(str(error)):  # the largest first
+        whose = _whose(int(pid)) if is_here else "not visible from here"
+        own += float(gib) if whose == OWN else 0.0
+        users.append(f"{command[:LONGEST_NAME]} (process {pid}, {float(gib):.1f} GiB, {whose})")
+    limit = THRESHOLD.search(str(error))
+    at = f", limit {int(limit[1]) / 2**30:.1f}" if limit else ""
+    fix = "lower rollout.engine.kv_cache_gib or rollout.num_engines"
+    if own < used / 2:
+        fix = f"end other programs there, or {fix}"
+    return (
+        f"Ray ended it as the memory of {address} was full: {used:.1f} of {total} GiB used{at}; the"
+        f" largest: {', '.join(users[:NAMED])}; this run's part is {own:.1f} GiB: {fix}"
+    )
+
+
+def _whose(pid: int) -> str:
+    """Whose a process of this machine is, in words. One that has ended is taken for one of this
+    run's: Ray has ended it, or its parent.
+    """
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        if not is_of_this_run(process):
+            return f"of {process.username()}, not of this run"
+    return OWN

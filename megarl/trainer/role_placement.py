@@ -1,0 +1,133 @@
+"""Which ranks of a job each model of a run (policy, reference, critic, ...) has, and its layout
+there, from the recipe alone.
+
+recipe, number of ranks --role_places--> {"policy": RolePlace, "critic": RolePlace, ...}
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.parallel.layout import Layout, resolve, resolve_role
+from megarl.settings.config import AnyConfig, PreferenceConfig, RunConfig
+from megarl.settings.schema import replace, require
+from megarl.settings.training import (
+    CriticConfig,
+    LayoutConfig,
+    LoraConfig,
+    ReferenceRoleConfig,
+    RoleConfig,
+    TrainingConfig,
+)
+
+
+@dataclass(frozen=True)
+class RolePlace:
+    """Where one model of a run (policy, reference, critic, ...) is: `ranks`, the ranks of the job
+    that it uses, and `layout`, its degrees of data, sequence and tensor parallelism there.
+    """
+
+    ranks: tuple[int, ...]
+    """Ranks of the job, in the order of the layout: rank i of the layout is `ranks[i]`."""
+    layout: Layout
+
+
+def policy_ranks(config: RunConfig, num_ranks: int) -> tuple[int, ...]:
+    """The ranks of a job of `num_ranks` ranks that the policy uses: those that no other model has
+    for itself in the recipe (`reference.ranks` and the like). Raises `ValueError` if another model
+    has rank 0, which controls the engines.
+    """
+    for name, role in config.other_roles.items():
+        require(
+            0 not in role.ranks,
+            f"{name}.ranks is {list(role.ranks)}, but rank 0 is the policy's, since it talks to the"
+            " engines; set other ranks",
+        )
+        require(
+            max(role.ranks, default=0) < num_ranks,
+            f"{name}.ranks is {list(role.ranks)}, but this run has {num_ranks} ranks, counted from"
+            " 0; set lower ones",
+        )
+    reserved = {rank for role in config.other_roles.values() for rank in role.ranks}
+    return tuple(rank for rank in range(num_ranks) if rank not in reserved)
+
+
+def place_role(name: str, role: RoleConfig, *, policy: RolePlace, num_ranks: int) -> RolePlace:
+    """Ranks and layout of a model other than the policy. `name`: the model's section of the recipe,
+    for messages. `role`: the settings in that section; with empty `ranks` the model is on the
+    policy's ranks. `num_ranks`: ranks of the job. Raises `ValueError` if the layout does not fit
+    the ranks, or if ranks in `role.ranks` are also used by the policy.
+    """
+    shared = set(role.ranks) & set(policy.ranks)
+    require(
+        not shared,
+        f"{name}.ranks is {list(role.ranks)} and the policy has {list(policy.ranks)}: two roles"
+        f" share all of their ranks or none; leave {name}.ranks out, or give it ranks of its own",
+    )
+    if not role.ranks and role.layout == LayoutConfig():
+        return policy
+    ranks = role.ranks or policy.ranks
+    try:
+        layout = resolve(**dict(role.layout), num_ranks=len(ranks))
+    except ValueError as error:  # in the words of the policy
+        text = str(error).replace("training.layout", f"{name}.layout")
+        raise ValueError(text.replace("this run has", f"{name} has")) from None
+    if role.ranks:
+        resolve_role(name, layout, ranks, num_ranks)
+    return RolePlace(ranks, layout)
+
+
+def role_places(config: RunConfig, num_ranks: int) -> dict[str, RolePlace]:
+    """{name: ranks and layout} of all models of a job of `num_ranks` ranks: "policy" first, then
+    the others, such as "reference" and "critic". Raises `ValueError` where ranks and layouts do not
+    fit.
+    """
+    mine = policy_ranks(config, num_ranks)
+    policy = RolePlace(mine, resolve(**dict(config.training.layout), num_ranks=len(mine)))
+    others = {
+        name: place_role(name, role, policy=policy, num_ranks=num_ranks)
+        for name, role in config.other_roles.items()
+    }
+    return {"policy": policy} | others
+
+
+def role_training(config: RunConfig, name: str) -> TrainingConfig:
+    """The section `training` of the recipe as it holds for the model of section `name`, such as
+    "critic", as a new object: with that model's ZeRO stage, for a critic with its own optimizer and
+    schedule, and with LoRA only for a reference that has an adapter.
+    """
+    role, training = config.other_roles[name], config.training
+    if name != "reference" or not reference_adapter(config):
+        training = replace(training, lora=LoraConfig())
+    if isinstance(role, CriticConfig):
+        # Its value head is new, and the backbone's states were not made for values: it is trained
+        # whole.
+        training = replace(training, optimizer=role.optimizer, schedule=role.schedule)
+    if role.zero_stage is not None:
+        when = training.offload_gradients if role.zero_stage == 3 else "step"
+        training = replace(training, zero_stage=role.zero_stage, offload_gradients=when)
+    return training
+
+
+def policy_as_reference(config: RunConfig) -> bool:
+    """Whether the reference of the KL penalty is the policy itself, with its LoRA adapters turned
+    off or set back to those that it started from, so that no second model is loaded. This is so
+    with LoRA if the recipe's section `reference` sets nothing but `lora`.
+    """
+    alone = replace(config.reference, lora="start") == ReferenceRoleConfig()
+    return config.training.lora.is_on and alone
+
+
+def reference_adapter(config: AnyConfig) -> str | None:
+    """Folder of the LoRA adapter that the reference model computes with; "" if it computes without
+    one. None if the reference has a `model.path` of its own, or if the run has no reference.
+    """
+    if isinstance(config, RunConfig):
+        compares, reference = "reference" in config.other_roles, config.reference
+    elif isinstance(config, PreferenceConfig):
+        compares, reference = config.loss.has_reference, config.reference
+    else:
+        return None
+    if not compares or reference.model.path:
+        return None
+    return config.training.lora.adapter if reference.lora == "start" else ""

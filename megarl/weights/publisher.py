@@ -1,0 +1,281 @@
+"""Send one weight version from the trainer's ranks to every engine rank, and verify it.
+
+    trainer rank: the parts it owns --transport--> engine rank: its own tensor-parallel shard
+
+After each version two checks compare trainer and engines: digests of every tensor (the bytes
+arrived), and the log-probs of a fixed text, the probe (the engines compute with them).
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from megarl.errors import EngineLost
+from megarl.parallel.collectives import all_reduce, gather_objects
+from megarl.parallel.mesh import ProcessMesh
+from megarl.settings.weight_sync import BUCKET_BYTES, WeightSyncConfig
+from megarl.weights.checksums import Digest, carried, signed
+from megarl.weights.parameters import ParameterSpec, refuse_other_model, table_to_json
+from megarl.weights.probe import Probe
+from megarl.weights.publication import Engines, Publication, SendsWeights, Update, Verify
+from megarl.weights.route import Route, RouteSpec, table_fingerprint
+from megarl.weights.transports.base import GIVEN_UP, Aborted, Watch
+from megarl.weights.transports.transport_table import TRANSPORTS
+from megarl.weights.weight_receipts import receipt_of_weights
+
+POLL_S = 0.05
+"""Seconds between two checks that the engines are still alive."""
+
+SETTLE_S = 8.0
+"""Seconds that engines get to abandon a version after it was aborted."""
+
+
+class Publisher(Publication[SendsWeights]):
+    """Sends all weights of the policy, and not LoRA adapters alone, from the trainer's ranks to the
+    engines, and checks that the engines have them. Every trainer rank has one, and calls
+    `publish(version)` together with the others.
+    """
+
+    def __init__(
+        self,
+        config: WeightSyncConfig,
+        *,
+        table: Sequence[ParameterSpec],
+        policy: SendsWeights,
+        engines: Engines | None,
+        num_engines: int,
+        engine_tensor: int,
+        mesh: ProcessMesh,
+        dtype: str,
+        probe: Probe,
+        shares_gpus: bool = False,
+    ) -> None:
+        """Plan the transfer and open the transport. Collective: every trainer rank calls it.
+
+        Args:
+            config: transport, bucket size, probe and deadlines.
+            table: the model's parameter table, what engines store of each tensor.
+            policy: the trained model, whose weights are sent.
+            engines: the inference engines on rank 0, None on the other ranks.
+            num_engines: number of engines.
+            engine_tensor: tensor-parallel ranks of one engine.
+            mesh: the trainer's process groups.
+            dtype: dtype of the engines' weights, for example "bfloat16".
+            probe: the text that trainer and engines score.
+            shares_gpus: whether engines and trainer ranks have the same GPUs.
+
+        Raises:
+            ValueError: the parameter table does not describe the policy's model.
+        """
+        refuse_other_model({one.name: one.shape for one in table}, policy.shapes, "the model")
+        sender = TRANSPORTS[config.transport].Sender
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        spec = RouteSpec(
+            layout=mesh.layout,
+            zero_stage=policy.zero_stage,
+            shards=policy.shards,
+            engines=num_engines,
+            engine_tensor=engine_tensor,
+            dtype=dtype,
+            bucket_bytes=config.bucket_bytes or BUCKET_BYTES[device],
+            table=table_fingerprint(table),
+            local=sender.LOCAL,
+            shares_gpus=shares_gpus,
+            one_host=engines is not None and engines.is_one_host(),
+        )
+        super().__init__(
+            config, policy=policy, engines=engines, mesh=mesh, probe=probe, layouts=str(spec)
+        )
+        self._table = table
+        self._open(spec)
+        self.members = list(range(num_engines))
+        self._unsettled: list[int] = []
+        """Positions of the engines that had not abandoned the last failed version in time."""
+
+    def _open(self, spec: RouteSpec) -> None:
+        """Plan the transfer and open the transport; collective."""
+        world = self.mesh.world
+        self.route, self._layouts = Route.of_source(spec, self._table, world.rank), str(spec)
+        self._tensor_index = {name: index for index, name in enumerate(self.route.tensors)}
+        make = TRANSPORTS[self.config.transport].Sender
+        self._sender = make(self.route, world)
+
+    def _resize(self, count: int) -> None:
+        if count != self.route.spec.engines:
+            self._sender.close()
+            self._open(replace(self.route.spec, engines=count))
+
+    def _prepare(self, version: int) -> None:
+        self._sender.begin(self._number, anew=not self._is_connected)
+
+    def _transfer(self, version: int) -> tuple[str, list[int], Verify]:
+        shape = self.route.spec.num_destinations, len(self.route.tensors)
+        digests = torch.zeros(shape, dtype=torch.int64)
+        answers, failure = [], None
+        try:
+            answers = self._send(version, digests)
+        except Exception as error:  # gathered below, so that no rank waits for this one
+            failure = self._explain(error, version)
+        world = self.mesh.world
+        if failures := list(filter(None, gather_objects(failure, world))):
+            _, problem, lost = min(failures, key=lambda one: one[0])
+            return problem, lost, lambda engines: {}
+        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+        sums = all_reduce(digests.to(device), world).cpu()  # modulo 2^64
+        return "", [], lambda engines: self._verify(version, sums, answers)
+
+    def _explain(self, error: Exception, version: int) -> tuple[int, str, list[int]]:
+        """(place among what other ranks tell, of which the lowest counts, message, positions of the
+        engines lost) of an error while a version was sent.
+        """
+        doing = f"publishing version {version} failed"
+        if isinstance(error, Aborted):  # the rank that aborted tells why
+            return 2, f"{doing}: {GIVEN_UP}, which did not say why", []
+        if isinstance(error, EngineLost):
+            parts, buckets = [], self.route.buckets
+            for engine in error.engines:
+                number = max(0, min(self._sender.progress(engine), len(buckets) - 1))
+                parts.append(
+                    f"engine {self.members[engine]} was lost while it received version {version},"
+                    f" in bucket {number + 1} of {len(buckets)}, which begins with"
+                    f" {self.route.first_tensor(number)}"
+                )
+            lost = sorted({*error.engines, *self._unsettled})
+            return 1, f"{'; '.join(parts)}: {error}", lost
+        # A rank's own error comes first: engines that aborted because of it are not lost.
+        traceback.print_exception(error)
+        return 0, f"{doing} on rank {self.mesh.world.rank}: {str(error) or repr(error)}", []
+
+    def _send(self, version: int, digests: torch.Tensor) -> list[list[dict[str, Any]]]:
+        """Send this rank's part of a weight version and digest it.
+
+        Fills `digests` [destinations, tensors] int64. Returns on rank 0 the status of every
+        engine rank, [engine][rank]; elsewhere an empty list.
+        """
+        sender, route, timeout_s = self._sender, self.route, self.config.timeout_s
+        update: Update | None = None
+        sums: dict[tuple[int, int], Digest] = {}
+        self._unsettled = []
+        if self.mesh.world.rank > 0:
+            sender.begin(self._number)
+        try:
+            sources = self.policy.owned()
+            if self.engines is not None:
+                self._connect()
+                update = self.engines.update(version, timeout_s=timeout_s)
+            deadline = time.monotonic() + timeout_s
+            watch = self._watch(deadline, update)
+            for bucket in route.buckets:
+                regions = (
+                    (copy, copy.taken.view(sources[copy.taken.buffer]), target, copy.taken.box)
+                    for copy, target in sender.reserve(bucket, watch)
+                )
+                for copy, value in carried(regions):
+                    place = copy.destination, self._tensor_index[copy.tensor]
+                    sums[place] = sums.get(place, 0) + value
+                sender.commit(bucket, watch)
+            for place, value in sums.items():
+                digests[place] = signed(value)
+            if update is None:
+                return []
+            return update.result(timeout_s=max(0.0, deadline - time.monotonic()))
+        except Exception:
+            sender.abort()
+            if update is not None:
+                self._unsettled = update.settle(timeout_s=SETTLE_S)
+            raise
+
+    def _watch(self, deadline: float, update: Update | None) -> Watch:
+        """A function to call in every wait: raises once `deadline` has passed or an engine failed.
+
+        Only rank 0 sees the engines' answers and can name the late one, so the other ranks wait
+        longer.
+        """
+        timeout_s = self.config.timeout_s
+        next_poll = time.monotonic()
+
+        def watch() -> None:
+            nonlocal next_poll
+            now = time.monotonic()
+            if update is None:
+                if now > deadline + timeout_s + 2 * SETTLE_S:
+                    raise RuntimeError(
+                        f"the engines did not receive it within {timeout_s:g} s; raise"
+                        " weight_sync.timeout_s"
+                    )
+                return
+            if now > deadline:
+                reached = list(map(self._sender.progress, range(self.route.spec.engines)))
+                late = tuple(e for e, number in enumerate(reached) if number == min(reached))
+                raise EngineLost(
+                    f"it did not finish within {timeout_s:g} s; raise weight_sync.timeout_s if it"
+                    " was only slow",
+                    late,
+                )
+            if now >= next_poll:
+                update.poll()
+                next_poll = time.monotonic() + POLL_S
+
+        return watch
+
+    def _connect(self) -> None:
+        """Send every engine the transport's settings and address, unless all engines have them: at
+        the first publication, and after an engine was replaced.
+        """
+        if self._is_connected:
+            return
+        assert self.engines is not None
+        info = {
+            "transport": self.config.transport,
+            "spec": asdict(self.route.spec),
+            "init_info": self._sender.init_info(),
+            "table": table_to_json(self._table),
+        }
+        self.engines.connect(
+            lambda position: info | {"engine": position}, timeout_s=self.config.timeout_s
+        )
+        self._is_connected = True
+
+    def _verify(
+        self, version: int, sums: torch.Tensor, answers: Sequence[Sequence[Mapping[str, Any]]]
+    ) -> dict[str, float]:
+        """Set the receipts, and return metrics. Raises `RuntimeError` where an engine rank's
+        version or digests differ from what was sent.
+
+        `sums` [destinations, tensors] int64 are the trainer's digests, `answers` the status of each
+        [engine][rank].
+        """
+        for position, ranks in enumerate(answers):
+            for rank, status in enumerate(ranks):
+                who = f"engine {self.members[position]}, rank {rank}"
+                if status["version"] != version:
+                    raise RuntimeError(
+                        f"{who} has version {status['version']} instead of {version}"
+                    )
+                expected = sums[self.route.spec.destination(position, rank)].tolist()
+                pairs = zip(self.route.tensors, expected, status["digests"], strict=True)
+                differing = [name for name, sent, found in pairs if sent != found]
+                if differing:
+                    raise RuntimeError(
+                        f"{who} has received a wrong {differing[0]} ({len(differing)} of"
+                        f" {len(expected)} tensors differ from the trainer's; {self.route.spec})"
+                    )
+        receipts = [receipt_of_weights([rank["digests"] for rank in ranks]) for ranks in answers]
+        self.receipts = list(dict.fromkeys(receipts))
+        seconds = [rank["seconds"] for ranks in answers for rank in ranks]
+        metrics = {
+            f"publish/{kind}_s": max(found[kind] for found in seconds)
+            for kind in ("wait", "digest", "install")
+        }
+        copies = self.route.spec.engines if self._sender.SENDS_TO_EACH else 1
+        return metrics | {"publish/bytes": float(self.route.written * copies)}
+
+    def close(self) -> None:
+        """Release the transport's memory, files and connections; every rank calls it at the end."""
+        self._sender.close()

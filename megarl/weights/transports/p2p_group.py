@@ -1,0 +1,372 @@
+"""Where trainer ranks and engine ranks of the transport `point_to_point` meet: torch's key-value
+store, the attempts to send a weight version, and process groups in which every wait can be ended.
+
+Trainer rank 0 serves the store (TCPStore). Each `Sender.begin` is an attempt with a number; whoever
+gives it up writes so to the store, and every wait of the attempt ends.
+
+Three facts about gloo (torch 2.13) shape the groups. A message counts as completed only once it was
+waited for. A wait that times out cancels every message of its group for good. A peer that dies ends
+every message to and from it at once. So a thread waits without a limit for each transfer, and to
+cancel one this process makes a short wait time out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from megarl.system.files import in_thread
+from megarl.weights.transports.base import GIVEN_UP, Aborted, Watch, wait_until
+
+CONNECT_TIMEOUT_S = 20.0
+"""Seconds to connect to the store, in which it answers, and to connect to the ranks of a group."""
+
+ABORT_POLL_S, FEW = 0.05, 64
+"""Seconds between two checks whether the version was given up, where at most `FEW` processes ask
+the store. More ask proportionally less often, so that the store's load does not grow."""
+
+
+def short(error: BaseException) -> str:
+    """The text of a torch error, one line, without its source position and general advice."""
+    return str(error).split("] ", 1)[-1].split(". This is ")[0].splitlines()[0]
+
+
+class Rendezvous:
+    """This process's connection to the key-value store of trainer rank 0, and the present attempt
+    to send a weight version, which any rank can abort there. Methods raise `RuntimeError` where the
+    store is gone.
+    """
+
+    def __init__(self, host: str, port: int, members: int) -> None:
+        """Connect to the store at `host` (an IP address) and `port`; with port 0 serve one there,
+        at a port that the system chooses. `members`: number of the processes that use it.
+        """
+        listener = -1
+        if not port:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            server = socket.create_server((host, 0), family=family)
+            port, listener = server.getsockname()[1], server.detach()
+        try:
+            self.store = TCPStore(
+                host,
+                port,
+                is_master=listener >= 0,
+                timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
+                wait_for_workers=False,
+                master_listen_fd=listener if listener >= 0 else None,
+            )
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{socket.gethostname()} cannot reach trainer rank 0's store at {host} port {port}"
+                f" within {CONNECT_TIMEOUT_S:g} s; nodes of a run must reach each other at every"
+                " port"
+            ) from error
+        self.host, self.port = host, port
+        self.poll_s = ABORT_POLL_S * max(1.0, members / FEW)
+        """Seconds between two questions of this process to the store."""
+        self.report_s = self.poll_s if members > FEW else 0.0
+        """Seconds between two reports of progress."""
+        self.attempt, self.group = 0, 0
+        """Numbers of the present attempt and of its process group."""
+        self._next_poll = 0.0
+
+    def begin(self, attempt: int, group: int) -> None:
+        """Tell all ranks the numbers of the attempt that begins and of its process group."""
+        self.store.set("attempt", f"{attempt} {group}")
+        self.follow()
+
+    def follow(self) -> None:
+        """Take part in the attempt that trainer rank 0 has begun last."""
+        self.attempt, self.group = map(int, self.store.get("attempt").split())
+
+    def report(self, name: str, count: int) -> None:
+        """Note that the rank called `name` has received `count` buckets in this attempt."""
+        self.store.set(f"received/{name}", f"{self.attempt} {count}")
+
+    def reported(self, name: str) -> int:
+        """The count that the rank called `name` has reported in this attempt, -1 before it has."""
+        if not self.store.check([f"received/{name}"]):
+            return -1
+        attempt, count = map(int, self.store.get(f"received/{name}").split())
+        return count if attempt == self.attempt else -1
+
+    def until(self, ready: Callable[[], bool], watch: Watch, pause_s: float = 2e-3) -> None:
+        """Poll until `ready()` is true, with pauses of at most `pause_s` seconds; calls `watch`
+        each time. Raises `Aborted` if a rank has aborted this attempt, or what `watch` raises.
+        """
+
+        def aborted() -> bool:
+            now = time.monotonic()
+            if now < self._next_poll:
+                return False
+            self._next_poll = now + self.poll_s
+            return self.is_aborted()
+
+        wait_until(ready, aborted, watch, longest_pause_s=pause_s)
+
+    def abort(self) -> None:
+        """Abort this attempt: every rank that waits in it raises `Aborted`. Does nothing where the
+        store is gone.
+        """
+        with contextlib.suppress(RuntimeError):  # ranks notice by themselves that rank 0 is gone
+            self.store.set(f"aborted/{self.attempt}", "")
+
+    def is_aborted(self) -> bool:
+        """Whether a rank has aborted this attempt."""
+        return self.store.check([f"aborted/{self.attempt}"])
+
+
+WATCHDOG_OFF = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""Environment variables, read by the constructor of an NCCL process group, that switch its watchdog
+off. They must not hold for the trainer's own groups, whose watchdog ends a rank that waits for a
+dead one."""
+
+
+def _nccl_group(store: Store, rank: int, size: int, device: torch.device) -> Any:
+    """Make the group of `size` ranks and its communicator; blocks until all ranks take part. Call
+    it in a thread that nobody waits for without a deadline.
+    """
+    torch.cuda.set_device(device)  # the current device is per thread
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=NO_TIMEOUT_S)
+    before = {name: os.environ.pop(name, None) for name in WATCHDOG_OFF}
+    os.environ.update(WATCHDOG_OFF)
+    try:
+        group = dist.ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
+    group.eager_connect_single_device(device)
+    return group
+
+
+NO_TIMEOUT_S, CANCEL_TIMEOUT_S, ABORT_TIMEOUT_S = 86400.0, 0.2, 10.0
+"""Time-outs in seconds: for a message, which `watch` limits instead; for a cancelled thread; for
+NCCL's end of a communicator, which itself would wait as long as for a message."""
+
+
+class PeerGone(RuntimeError):
+    """Raised where the connection to another rank has ended, though nobody aborted the attempt."""
+
+    def __init__(self, peer: int, message: str) -> None:
+        super().__init__(message)
+        self.peer = peer
+        """Number of the other rank in the group."""
+
+
+class InFlight:
+    """Messages that one rank of a process group sends or receives, and a thread that waits for
+    them. Poll the future `ended`, and call `check` once it is done, or give the messages up by
+    `cancel`. Keeps their buffers alive.
+    """
+
+    def __init__(
+        self, works: Mapping[int, dist.Work], memory: torch.Tensor, names: Sequence[str]
+    ) -> None:
+        """`works`: {rank in the group: torch's work for the message}. `memory`: the tensor of which
+        the messages' buffers are parts. `names`: of the group's ranks, for error messages.
+        """
+        self._works, self._memory, self._names, self._on_gpu = works, memory, names, memory.is_cuda
+        self._is_cancelled = False
+        self.ended = in_thread("weights: messages", self._wait)
+        """Future of the thread that waits for the messages; done when all have ended."""
+
+    def _wait(self) -> None:
+        """Wait for all messages; raises `PeerGone`."""
+        for peer, work in self._works.items():
+            try:
+                while self._on_gpu and not self._is_cancelled and not work.is_completed():
+                    time.sleep(2e-4)
+                if not self._on_gpu:
+                    work.wait(timedelta(seconds=NO_TIMEOUT_S))
+                elif (error := work.exception()) is not None:  # NCCL's count as completed too
+                    raise RuntimeError(str(error))
+            except RuntimeError as error:
+                raise PeerGone(peer, f"{self._names[peer]} is gone: {short(error)}") from error
+
+    def check(self) -> None:
+        """Raise `PeerGone` if a message has failed. Blocks until `ended` is done. On a GPU, work
+        that is submitted to the current stream afterwards runs after the messages.
+        """
+        self.ended.result()
+        for work in self._works.values() if self._on_gpu else ():
+            work.wait()
+
+    def cancel(self) -> None:
+        """Cancel these messages; returns after at most about 0.2 seconds. Under gloo this
+        permanently ends every message of the group.
+        """
+        self._is_cancelled = True
+        # Of every message: timing out on one that has completed cancels no other.
+        for work in self._works.values():
+            with contextlib.suppress(RuntimeError):  # the time-out, which is intended
+                if not self._on_gpu and not self.ended.done():
+                    work.wait(timedelta(milliseconds=1))
+        wait([self.ended], CANCEL_TIMEOUT_S)
+
+
+class P2PGroup:
+    """This process's membership in a process group of trainer and engine ranks (gloo or NCCL) that
+    send each other weights. Each wait ends when the attempt to send a version is aborted. The group
+    can be left and joined anew.
+    """
+
+    def __init__(
+        self, meeting: Rendezvous, rank: int, names: Sequence[str], device: torch.device
+    ) -> None:
+        """Nothing is connected before `join`. `rank`: this process's in the group. `names`: of all
+        ranks, for error messages. `device`: the CPU for gloo, a GPU for NCCL.
+        """
+        self._meeting, self._rank, self._names, self._device = meeting, rank, names, device
+        self._number, self._group = 0, None
+        self._in_flight: dict[int, InFlight] = {}
+        """{tag: transfer that was started and not waited for}."""
+
+    def join(self, watch: Watch) -> None:
+        """Join the process group of the present attempt, unless this process is in it already;
+        blocks until all its ranks have called this. `watch`: called while waiting, raises to end
+        that. Raises `Aborted` if the attempt is aborted.
+        """
+        meeting = self._meeting
+        if meeting.group == self._number:
+            return
+        self.leave()
+        meeting.store.set(f"joined/{meeting.group}/{self._rank}", "")
+        everybody = [f"joined/{meeting.group}/{rank}" for rank in range(len(self._names))]
+        meeting.until(lambda: meeting.store.check(everybody), watch, meeting.poll_s / 2)
+        # A connection of its own: while a thread waits for a key, others cannot ask on it.
+        store = PrefixStore(f"group/{meeting.group}", meeting.store.clone())  # pyright: ignore[reportAttributeAccessIssue]
+        creating = in_thread(
+            "weights: group",
+            lambda: _group(store, self._rank, len(everybody), meeting.host, self._device),
+        )
+        meeting.until(creating.done, watch)
+        self._group, self._number = creating.result(), meeting.group
+
+    def send(self, messages: Mapping[int, torch.Tensor], memory: torch.Tensor, tag: int) -> None:
+        """Start to send `messages`, {rank in the group: flat tensor}, and return at once. The
+        tensors are parts of `memory`, and must not change until `wait(tag)` has returned. `tag`:
+        number of the transfer, the same at the receiving ranks. Raises `PeerGone` if a connection
+        has ended, or `Aborted`.
+        """
+        assert self._group is not None
+        self._start(self._group.send, messages, memory, tag)
+
+    def receive(self, messages: Mapping[int, torch.Tensor], memory: torch.Tensor, tag: int) -> None:
+        """Start to receive into `messages`, and return at once; the counterpart of `send`. The
+        tensors are filled once `wait(tag)` has returned.
+        """
+        assert self._group is not None
+        self._start(self._group.recv, messages, memory, tag)
+
+    def wait(self, tag: int, watch: Watch) -> None:
+        """Wait until the messages that were started with this tag have been transferred; returns at
+        once if there are none. `watch`: called while waiting, raises to end that. Raises `PeerGone`
+        if the connection to a rank has ended, and `Aborted` if the attempt was aborted.
+        """
+        if tag not in self._in_flight:
+            return
+        self._meeting.until(self._in_flight[tag].ended.done, watch)
+        try:
+            self._in_flight[tag].check()
+        except PeerGone as error:
+            raise self._explained(error) from error
+        del self._in_flight[tag]
+
+    def leave(self) -> None:
+        """Leave the group; messages in flight are cancelled, here and at the other ranks. Does
+        nothing if there is no group.
+        """
+        transfers, self._in_flight = self._in_flight, {}
+        if self._group is not None and self._device.type == "cuda":
+            wait([in_thread("weights: group", self._group.abort)], ABORT_TIMEOUT_S)
+        for transfer in transfers.values():
+            transfer.cancel()
+        self._number, self._group = 0, None
+
+    def _start(
+        self, operation: Any, messages: Mapping[int, torch.Tensor], memory: torch.Tensor, tag: int
+    ) -> None:
+        """Start one operation for each {rank in the group: flat tensor}."""
+        works: dict[int, dist.Work] = {}
+        try:
+            for peer, flat in messages.items():
+                works[peer] = operation([flat], peer, tag)
+        except RuntimeError as error:  # the connection was already lost
+            peer = next(peer for peer in messages if peer not in works)
+            gone = PeerGone(peer, f"{self._names[peer]} is gone: {short(error)}")
+            raise self._explained(gone) from error
+        finally:
+            self._in_flight[tag] = InFlight(works, memory, self._names)
+
+    def _explained(self, error: PeerGone) -> RuntimeError:
+        """`error`, or `Aborted` if the attempt was aborted, which cancels all messages."""
+        return Aborted(GIVEN_UP) if self._meeting.is_aborted() else error
+
+
+def _group(store: Store, rank: int, size: int, host: str, device: torch.device) -> Any:
+    """Make a process group of `size` ranks, by NCCL where `device` is a GPU and else by gloo; waits
+    until all of them have called this. `store`: where they find each other. `host`: address of the
+    store's host, by which gloo chooses its network interface.
+    """
+    if device.type == "cuda":
+        return _nccl_group(store, rank, size, device)
+    options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+    options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    # "lo" is for other groups, of the ranks of one host: these may be on several.
+    by_name = name not in ("", "lo")
+    device_options = {"interface": name} if by_name else {"hostname": address_toward(host)}
+    options._devices = [dist.ProcessGroupGloo.create_device(**device_options)]
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def group_device() -> torch.device:
+    """The device for messages between ranks: the current GPU, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def own_address() -> str:
+    """This host's IP address as other hosts reach it: of the network interface toward MASTER_ADDR
+    or, where that is a loopback, of the one with the default route.
+    """
+    address = address_toward(os.environ.get("MASTER_ADDR", "localhost"))
+    # A reserved address (RFC 5737), to which nothing is sent.
+    return address_toward("192.0.2.1") if ipaddress.ip_address(address).is_loopback else address
+
+
+def address_toward(host: str) -> str:
+    """IP address of the network interface through which this host reaches `host`, a name or
+    address; 127.0.0.1 if there is no network. Nothing is sent.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            return probe.getsockname()[0]
+    except OSError:
+        return "127.0.0.1"
+
+
+def network_place() -> str:
+    """A text that is the same for all processes of one host and network namespace, which can reach
+    each other at 127.0.0.1, and different for all others.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"

@@ -1,0 +1,211 @@
+"""Transport `point_to_point`: messages between hosts, by NCCL where trainer and engines have GPUs
+of their own, else by gloo.
+
+    trainer ranks --one message for each (bucket, engine rank)--> engine ranks
+
+Trainer ranks and all engine ranks form one process group
+(`megarl.weights.transports.p2p_group`). At most two buckets are in flight at a trainer rank:
+gloo transfers a message only once it is asked for, so nothing piles up. NCCL has not been run yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megarl.errors import EngineLost
+from megarl.parallel.collectives import broadcast_object, gather_objects
+from megarl.parallel.mesh import Axis
+from megarl.parallel.reshard.buckets import Bucket
+from megarl.parallel.reshard.plan import Copy
+from megarl.weights.route import Route, RouteSpec
+from megarl.weights.transports import base
+from megarl.weights.transports.p2p_group import (
+    P2PGroup,
+    PeerGone,
+    Rendezvous,
+    group_device,
+    network_place,
+    own_address,
+)
+
+SLOTS = 2
+"""Number of weight buckets that are in flight at the same time."""
+
+
+def _names(spec: RouteSpec) -> list[str]:
+    """What each rank of the group is called: trainer ranks first, then those of each engine."""
+    names = [f"trainer rank {rank}" for rank in range(spec.layout.size)]
+    for engine in range(spec.engines):
+        names += [f"rank {rank} of engine {engine}" for rank in range(spec.engine_tensor)]
+    return names
+
+
+class Sender(base.Sender):
+    """Trainer rank's half of the transport `point_to_point`: sends its part of the weights to the
+    ranks of every engine. Rank 0 serves the key-value store through which the ranks connect.
+    """
+
+    SENDS_TO_EACH = True
+
+    def __init__(self, route: Route, axis: Axis) -> None:
+        """Connect to the key-value store. Collective over `axis`, the trainer's ranks."""
+        self._route, self._axis, spec = route, axis, route.spec
+        device = torch.device("cpu") if spec.shares_gpus else group_device()
+        names, address = _names(spec), ("", 0)
+        hosts = set(gather_objects(network_place(), axis))
+        if axis.rank == 0:
+            host = "127.0.0.1" if spec.one_host and len(hosts) == 1 else own_address()
+            self._meeting = Rendezvous(host, 0, len(names))
+            address = host, self._meeting.port
+        address = broadcast_object(address, axis)
+        if axis.rank > 0:
+            self._meeting = Rendezvous(*address, len(names))
+        self._group = P2PGroup(self._meeting, axis.rank, names, device)
+        self._messages = base.outgoing(route)
+        self._memory = torch.empty(
+            SLOTS, base.longest(self._messages), dtype=route.dtype, device=device
+        )
+        self._num_groups = 0
+
+    def init_info(self) -> dict[str, Any]:
+        """What receivers need to connect: "host" and "port" of the key-value store, and the
+        messages' "device", "cpu" or "cuda".
+        """
+        meeting, device = self._meeting, self._memory.device.type
+        return {"host": meeting.host, "port": meeting.port, "device": device}
+
+    def begin(self, attempt: int, *, anew: bool = False) -> None:
+        """See `base.Sender.begin`. With `anew` on rank 0 all ranks make a new process group."""
+        if self._axis.rank > 0:
+            self._meeting.follow()
+        else:
+            self._num_groups += anew
+            self._meeting.begin(attempt, self._num_groups)
+
+    def reserve(self, bucket: Bucket, watch: base.Watch) -> list[tuple[Copy, torch.Tensor]]:
+        """See `base.Sender.reserve`. Waits until the bucket that used the same buffer before has
+        been sent and, for the first bucket, until all engine ranks have connected. Raises
+        `EngineLost` if the connection to an engine has ended.
+        """
+        if bucket.number == 0:
+            self._group.join(watch)
+        with self._naming_engine():
+            self._group.wait(bucket.number - SLOTS, watch)
+        return base.reserved(self._messages[bucket.number], self._memory[bucket.number % SLOTS])
+
+    def commit(self, bucket: Bucket, watch: base.Watch) -> None:
+        """See `base.Sender.commit`. Raises `EngineLost` if the connection to an engine ended."""
+        spec, memory = self._route.spec, self._memory[bucket.number % SLOTS]
+        flats = base.flats(self._messages[bucket.number], memory)
+        messages = {
+            self._axis.size + engine * spec.engine_tensor + rank: flat
+            for engine in range(spec.engines)
+            for rank, flat in flats.items()
+        }
+        with self._naming_engine():
+            self._group.send(messages, memory, bucket.number)
+            if self._route.is_last(bucket):
+                for number in range(bucket.number + 1 - SLOTS, bucket.number + 1):
+                    self._group.wait(number, watch)
+
+    def abort(self) -> None:
+        """Abort this attempt in the store, and cancel this rank's messages."""
+        self._meeting.abort()
+        self._group.leave()
+
+    def progress(self, engine: int) -> int:
+        """Number of buckets of this version that all ranks of the engine at position `engine` have
+        reported as received, -1 before they have begun; of many processes not every bucket is
+        reported.
+        """
+        ranks = range(self._route.spec.engine_tensor)
+        return min(self._meeting.reported(f"{engine}/{rank}") for rank in ranks)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        self._group.leave()
+
+    @contextlib.contextmanager
+    def _naming_engine(self) -> Iterator[None]:
+        """Raise `EngineLost` where a peer is gone: trainer ranks exchange no messages here."""
+        try:
+            yield
+        except PeerGone as error:
+            engine = (error.peer - self._axis.size) // self._route.spec.engine_tensor
+            raise EngineLost(str(error), (engine,)) from error
+
+
+class Receiver:
+    """Engine rank's half of the transport `point_to_point`: receives weights from trainer ranks."""
+
+    def __init__(self, route: Route, engine: int, rank: int, init_info: dict[str, Any]) -> None:
+        """Connect to the trainer's key-value store. `engine`: position of the engine. `rank`:
+        tensor-parallel rank.
+
+        Raises `ValueError` where the trainer is on GPUs and this engine is not, `RuntimeError`
+        where the store cannot be reached.
+        """
+        device = group_device() if init_info["device"] == "cuda" else torch.device("cpu")
+        if device.type != init_info["device"]:
+            raise ValueError(
+                "the trainer is on GPUs and this engine is not: weight_sync.transport"
+                " point_to_point needs both or neither"
+            )
+        names, self._name = _names(route.spec), f"{engine}/{rank}"
+        self._route, self._messages = route, base.incoming(route)
+        self._meeting = Rendezvous(init_info["host"], init_info["port"], len(names))
+        number = names.index(f"rank {rank} of engine {engine}")
+        self._group = P2PGroup(self._meeting, number, names, device)
+        self._memory = torch.empty(base.longest(self._messages), dtype=route.dtype, device=device)
+        self._block = torch.empty(route.largest_bytes, dtype=torch.uint8, device=device)
+        self._next_report = 0.0
+
+    def receive(self, watch: base.Watch) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        """See `base.Receiver.receive`. While a bucket is used, the next one is received."""
+        buckets = self._route.buckets
+        self._meeting.follow()
+        self._meeting.report(self._name, 0)
+        try:
+            self._group.join(watch)
+            self._start(buckets[0])
+            for bucket in buckets:
+                self._group.wait(bucket.number, watch)
+                block = self._unpack(bucket)
+                if not self._route.is_last(bucket):
+                    self._start(buckets[bucket.number + 1])
+                yield bucket, block
+                if torch.cuda.is_initialized():  # copies from the block may only be started
+                    torch.cuda.current_stream().synchronize()
+                self._report(bucket)
+        except BaseException:
+            self._group.leave()
+            raise
+
+    def close(self) -> None:
+        """Leave the process group, and cancel what is on its way through it."""
+        self._group.leave()
+
+    def _start(self, bucket: Bucket) -> None:
+        """Start to receive the messages of a bucket."""
+        flats = base.flats(self._messages[bucket.number], self._memory)
+        self._group.receive(flats, self._memory, bucket.number)
+
+    def _unpack(self, bucket: Bucket) -> torch.Tensor:
+        """A bucket's block, from the messages that were received."""
+        block = self._block[: bucket.num_bytes]
+        buffers = bucket.buffers(block, self._route.dtype)
+        for source, flat in base.flats(self._messages[bucket.number], self._memory).items():
+            base.unpack(self._messages[bucket.number][source], flat, buffers)
+        return block
+
+    def _report(self, bucket: Bucket) -> None:
+        """Tell the trainer how many buckets have arrived: in a large run not each one."""
+        now = time.monotonic()
+        if self._route.is_last(bucket) or now >= self._next_report:
+            self._next_report = now + self._meeting.report_s
+            self._meeting.report(self._name, bucket.number + 1)
