@@ -22,9 +22,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 """Folder in which the package megarl lies: the checkout, or site-packages."""
-RECIPES = Path(__file__).parent / "recipes"
+RECIPES = Path(__file__).parents[1] / "recipes"
 """Folder of the recipes that come with megarl."""
 
 T = TypeVar("T")
