@@ -4,9 +4,8 @@
     documents   p p a b c d | p e | F      the second p is there twice: it predicts a and e
     begins           0         1    4      tokens of the first document that they attend to
 
-What branches have in common is computed once, and all of them attend to it. A state predicts one
-trained token; each further one has a copy of the token that it continues before it. F, of the
-environment, needs none.
+A state predicts one trained token; for each further one the token that it continues is copied
+before it. F, of the environment, needs none.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ ABOVE, NONE = -1, -2
 
 
 class BranchPart(NamedTuple):
-    """A document: tokens of a sample, each of which continues the one before it."""
+    """A document: tokens of which each continues the one before it."""
 
     places: np.ndarray
-    """[n] int64 index of each token among the tokens of all samples."""
+    """[n] int64 index of each token among those of all samples."""
     targets: np.ndarray
     """[n] int64 index of the token that it predicts, or -1."""
     parent: int
-    """Number of the sample's part that this one continues; ABOVE for the tokens before them, NONE
-    for a conversation of its own."""
+    """The sample's part that this one continues; ABOVE for the tokens before them, NONE for a
+    conversation of its own."""
     begin: int
-    """Number of tokens before it that this part continues."""
+    """Tokens before it that it continues."""
 
 
 def next_tokens(samples: Samples) -> tuple[np.ndarray, set[int]]:
@@ -56,7 +55,7 @@ def branch_parts(
 ) -> list[BranchPart]:
     """The parts of sample `number` after its first `begin` tokens, depth first, conversations of
     their own last. A branch that continues one of the first tokens continues the last of them, and
-    begins with an untrained token. `following` and `copies`: from `next_tokens`.
+    begins with an untrained token.
     """
     first, last = samples.offsets[number : number + 2].tolist()
     low, high = np.searchsorted(samples.branches[:, 0], (first, last)).tolist()
@@ -89,8 +88,8 @@ def branch_parts(
 def _joined(
     places: np.ndarray, targets: np.ndarray, links: dict[int, int], begin: int
 ) -> list[BranchPart]:
-    """The nodes as parts, each up to a last token of the tree. `links`: {node: the one that it
-    continues, if not the one before it}. `begin`: tokens ABOVE the nodes.
+    """The nodes as parts. `links`: {node: the one that it continues, if not the one before it}.
+    `begin`: tokens ABOVE the nodes.
 
     Where several nodes continue one, the part goes on with the one with most branches: so a part of
     a sample with n branches has at most log2(n) + 1 above it, for each of which attention is

@@ -66,8 +66,8 @@ DataRows = DemonstrationList | PreferenceList
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What the checks before a run have loaded, made by `megarl.checks.preflight` on every rank.
-    Data are on rank 0 only.
+    """What `megarl.checks.preflight` has loaded, on every rank. Data, checkpoint and lease are on
+    rank 0 only.
     """
 
     layout: Layout
@@ -76,28 +76,26 @@ class RunInputs:
     """The model's config.json."""
     stop_token_ids: list[int]
     data: str
-    """On rank 0: digest of the data and their order, which a checkpoint stores."""
+    """Digest of the data and their order, which a checkpoint stores."""
     prompts: PromptList | None = None
-    """On rank 0: the training prompts."""
     held_out: PromptList | None = None
-    """On rank 0: the prompts for evaluation."""
+    """For evaluation."""
     rows: DataRows | None = None
-    """On rank 0, which sends each step's rows to the others."""
+    """Rank 0 sends each step's rows to the others."""
     held_out_rows: DataRows | None = None
-    """On rank 0, for evaluation."""
     resume_from: Path | None = None
-    """On rank 0: the checkpoint to resume from; None for a new run."""
+    """None for a new run."""
     ranks: tuple[int, ...] | None = None
-    """The policy's ranks; None: all ranks of the job."""
+    """The policy's; None: all ranks of the job."""
     roles: dict[str, RolePlace] = field(default_factory=dict)
-    """Ranks and layout of the models beside the policy, such as `reference`."""
+    """Models beside the policy, such as `reference`."""
     owner: Lease | None = None
-    """On rank 0: the lease by which this run owns its folder; None where nobody does."""
+    """By which this run owns its folder; None where nobody does."""
     tools: list[dict[str, Any]] = field(default_factory=list)
     """Tools that prompts show, in OpenAI's format."""
     table: list[ParameterSpec] | None = None
-    """On the policy's first rank: how engines store each tensor of the model; None in commands that
-    send no weights."""
+    """On the policy's first rank: how engines store each tensor of the model, if weights are
+    sent."""
 
     @property
     def num_rows(self) -> int:
@@ -114,8 +112,8 @@ class RunInputs:
 
 @dataclass
 class RunContext:
-    """What a run has opened on this rank. `open_context` makes it; models, checkpoints and observer
-    that its methods make are closed at the end of the run.
+    """What a run has opened on this rank, made by `open_context`. Models, checkpoints and observer
+    are closed at the end of the run.
     """
 
     config: AnyConfig
@@ -123,12 +121,11 @@ class RunContext:
     mesh: ProcessMesh
     device: torch.device
     run_id: str
-    """Random id of the run in hexadecimal, the same on every rank; "" where nobody owns the folder.
-    """
+    """Random, in hexadecimal, the same on every rank; "" where nobody owns the folder."""
     stack: ExitStack
     """Closes what the loop opens, in reverse order, also after an error."""
     saved_at: float = field(default_factory=time.monotonic)
-    """`time.monotonic` of the last checkpoint that was due, at first of the start."""
+    """`time.monotonic` of the last due checkpoint, at first of the start."""
 
     @property
     def is_main(self) -> bool:
@@ -202,12 +199,10 @@ class RunContext:
         roles: Mapping[str, str] | None = None,
         everyone: Axis | None = None,
     ) -> Checkpoints:
-        """The object that saves the trained model `engine` (None outside the policy) into the run
-        folder and restores it. Collective over `everyone`, all ranks that train a model; by default
-        the run's mesh.
-
-        `others`: {name: model} of further trained models on this rank. `roles`: `trained_roles` of
-        those of all ranks.
+        """Saves the trained model `engine` (None outside the policy) and restores it. Collective
+        over `everyone`, all ranks that train a model; by default the run's mesh. `others`: {name:
+        model} of further trained models on this rank. `roles`: `trained_roles` of those of all
+        ranks.
         """
         training = self.config.training
         model: Any = engine.module.model if engine is not None else None
@@ -238,16 +233,14 @@ class RunContext:
         return checkpoints
 
     def lost_folder(self) -> str:
-        """Why this run must write nothing more to its folder, as a sentence for the user; "" while
-        it owns the folder. Collective.
-        """
+        """A sentence on why this run must write nothing more to its folder, or "". Collective."""
         owner = self.inputs.owner
         lost = owner.problem() if self.is_main and owner is not None else ""
         return broadcast_object(lost, self.mesh.world)
 
     def claim(self) -> Claim | None:
-        """A `Claim`, which any process, also on another host, can ask whether this run still owns
-        its folder; None if it never did. Collective.
+        """By which any process, also on another host, can ask whether this run owns its folder;
+        None if it never did. Collective.
         """
         owner = self.inputs.owner
         return broadcast_object(owner.claim if owner is not None else None, self.mesh.world)
@@ -286,14 +279,13 @@ class RunContext:
         return all(any(name.startswith(prefix) for name in written) for prefix in asked)
 
     def _steps_done(self) -> int | None:
-        """Steps of the checkpoint to resume from; None for a new run, and on other ranks than 0."""
+        """Steps of the checkpoint to resume from, if this is rank 0 and there is one."""
         chosen = self.inputs.resume_from
         return read_progress(chosen).step if chosen is not None else None
 
     def write_recipe(self) -> None:
-        """Write the settings to `recipe.yaml` of the run folder, on rank 0, and say which ones a
-        resumed run has changed. A finished run keeps its file, from which `megarl replay` repeats
-        steps.
+        """Write the settings to `recipe.yaml`, on rank 0, and say which ones a resumed run has
+        changed. A finished run keeps its file, for `megarl replay`.
         """
         recipe, config, done = self.folder / "recipe.yaml", self.config, self._steps_done()
         if done is not None and done >= config.steps and recipe.exists():
@@ -343,8 +335,7 @@ class RunContext:
 
 def trained_roles(config: RunConfig, places: Mapping[str, RolePlace]) -> dict[str, str]:
     """{name: how it is trained} of the critics, such as "data 2 x sequence 1 x tensor 1, ZeRO 1,
-    bfloat16"; checkpoints compare it at a resume. `places`: ranks and layout of all models beside
-    the policy.
+    bfloat16", for checkpoints. `places`: of all models beside the policy.
     """
     return {
         name: written_under(places[name].layout, role_training(config, name))
@@ -409,10 +400,9 @@ OF_THE_CHECKPOINT = ("folder", "resume", "training.lora.adapter")
 
 
 def other_settings(recipe: Path, config: AnyConfig) -> tuple[list[str], list[str]]:
-    """What differs between `config` and the run folder's recipe.yaml: (changes, each as
-    "section.key (old -> new)"; dotted names of settings that only the file has, as of another
-    version of megarl). A setting that the file lacks had its default. Both are empty for a file
-    that cannot be read.
+    """What differs between `config` and recipe.yaml of the run folder: (changes, each as
+    "section.key (old -> new)"; dotted names of settings that only the file has). A setting that the
+    file lacks had its default. Both are empty for a file that cannot be read.
     """
     try:
         before = read_tree(recipe)
@@ -433,8 +423,8 @@ _UNKNOWN = object()
 
 def _differences(old: Any, new: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
     """(dotted key, old value, new value) where `new`, a configuration or a value in one, differs
-    from `old`, plain data of YAML. "none" stands for an entry that one side lacks, `_UNKNOWN` for
-    the new value of an unknown setting.
+    from `old`, plain data. "none" stands for an entry that one side lacks, `_UNKNOWN` for an
+    unknown setting.
     """
     plain = to_jsonable_python(new, fallback=lambda _: "none")
     if isinstance(new, Config) and isinstance(old, dict):
@@ -460,9 +450,8 @@ LOOKED_AT = 4096
 
 def steps_until_half_change(parts: Iterable[torch.Tensor], learning_rate: float) -> float:
     """After how many optimizer steps half of the 16-bit weights can have changed; 0 without
-    weights. An AdamW step moves a master weight by about the learning rate; the 16-bit weight
-    changes once moves add up to half its spacing. `parts`: weights of one dtype; those of 0 do not
-    count.
+    weights. AdamW moves a master weight by about the learning rate; the 16-bit weight changes once
+    moves add up to half its spacing. `parts`: weights of one dtype; those of 0 do not count.
     """
     parts = list(parts)
     chosen = [tensor.view(-1)[:: max(1, tensor.numel() // LOOKED_AT)] for tensor in parts]

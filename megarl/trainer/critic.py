@@ -23,16 +23,15 @@ from megarl.types import MicroBatch, StepBatch
 
 
 class Critic:
-    """PPO's critic: `values`, then `start`, `learn` and `finish`, in each step. Collective over all
-    ranks of the job, also those without a part of it.
+    """PPO's critic, the role of `transfer`: `values`, then `start`, `learn` and `finish`, in each
+    step. Collective over all ranks of the job, also those without it.
     """
 
     def __init__(
         self, transfer: BatchTransfer, *, value_clip: float | None, section: str = "critic"
     ) -> None:
-        """`transfer.role` is the critic, with the head `value` and an optimizer. `value_clip`: how
-        far a value may move in an update, in the reward's units; None for any. `section`: `critic`
-        or `critics.NAME`, with which its metrics begin.
+        """`value_clip`: how far a value may move in an update, in the reward's units; None for any.
+        `section`: `critic` or `critics.NAME`, with which its metrics begin.
         """
         self.scorer, self.value_clip, self.section = Scorer(transfer), value_clip, section
         self.suffix = section.removeprefix("critics").removeprefix("critic")
@@ -79,8 +78,7 @@ class Critic:
 
     def finish(self, step: int) -> dict[str, float]:
         """Train a critic on the policy's ranks, or fetch the result of `learn`. Returns the step's
-        metrics, "critic/loss" and so on, on all ranks. Raises `UserError` on all ranks as
-        `train_mini_batches`.
+        metrics on all ranks. Raises `UserError` on all as `train_mini_batches`.
         """
         transfer = self.scorer.transfer
         if transfer.is_shared:

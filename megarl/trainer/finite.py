@@ -5,7 +5,7 @@
     guard.watch("log-probs", logprobs)       # no collective, no synchronisation with the device
     problem = guard.problem()                # collective: the same answer on every rank
 
-Such a step is not taken. Such a weight ends the run, and is neither saved nor published.
+Such a step is not taken. Such a weight ends the run, neither saved nor published.
 """
 
 from __future__ import annotations
@@ -28,20 +28,19 @@ WATCHED = {
     "critic's values": "lower optimizer.learning_rate of its section, critic or critics.NAME",
     "loss": LOWER_RATE,
 }
-"""{watched quantity: what to do if it is not finite}, in the order of computation: the first one is
-reported."""
+"""{watched quantity: what to do if it is not finite}, in the order of computation."""
 
 
 class StepGuard:
     """Decides, alike on all ranks of a model, whether an optimizer step is taken."""
 
     def __init__(self, role: Role, *, allowed: int, section: str = "training") -> None:
-        """`allowed`: steps that may be skipped; one more ends the run. `section`: that of the
-        recipe with the optimizer, for messages.
+        """`allowed`: steps that may be skipped. `section`: that of the recipe with the
+        optimizer.
         """
         self.role, self.allowed, self.section, self.skipped = role, allowed, section, 0
         self.has_updated = False
-        """Whether an optimizer step was taken, also in the run that this one continues."""
+        """Whether a step was taken, also in the run that this one continues."""
         self._where = ""
         self._broken = torch.zeros(len(WATCHED), dtype=torch.float32, device=role.device)
 
@@ -50,12 +49,12 @@ class StepGuard:
         self._where = where
 
     def watch(self, name: str, values: torch.Tensor) -> None:
-        """Note whether `values` are finite; without communication. `name`: a key of `WATCHED`."""
+        """Note whether `values` are finite, without communication. `name`: a key of `WATCHED`."""
         self._broken[list(WATCHED).index(name)] += (~torch.isfinite(values.detach())).any()
 
     def problem(self) -> str:
-        """ "the loss is not finite", or the like, of the first watched quantity that is not finite
-        on some rank since the last call; or "". Collective.
+        """ "the loss is not finite" or the like, of the first such quantity since the last call, or
+        "". Collective.
         """
         counts = all_reduce_max(self._broken, self.role.mesh.world).tolist()
         self._broken.zero_()
@@ -68,8 +67,8 @@ class StepGuard:
         return f"the gradient of {name} is not finite" if name else ""
 
     def skip(self, problem: str) -> None:
-        """Count and report a skipped step; `problem` is the reason. Raises `UserError` on every
-        rank if a weight is not finite, or `allowed` steps were skipped before. Collective.
+        """Count and report a skipped step. Raises `UserError` on every rank if a weight is not
+        finite, or `allowed` steps were skipped before. Collective.
         """
         self.check_weights()
         if self.skipped == self.allowed:

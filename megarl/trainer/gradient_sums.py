@@ -1,8 +1,5 @@
 """Gradients of an optimizer on the host, moved there once a step instead of once a micro-batch.
 
-    backward of each micro-batch --added up in float32--> sums on the device
-    backward of the last one     --one copy-->            gradients of the optimizer on the host
-
 With `training.offload_optimizer`, DeepSpeed 0.19 copies a rank's sums of gradients to the device
 for each micro-batch, adds and copies them back. Here its code for sums on the device is given
 buffers there. Results stay the same, bit for bit.
@@ -27,8 +24,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from megarl.errors import UserError
 
 PARTS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
-"""Attribute of ZeRO 3's optimizer: {`ds_id` of a parameter: view of `grad_partitions_flat_buffer`
-for this rank's part of its gradient}."""
+"""Attribute of ZeRO 3's optimizer: {`ds_id` of a parameter: view for this rank's part of its
+gradient}."""
 STAGE_3 = (
     *("fp16_groups", "partition_grads", "_offload_grad_partition_at_boundary"),
     *("grad_partitions_flat_buffer", PARTS, "inf_or_nan_tracker"),
@@ -42,12 +39,10 @@ STAGE_2 = (
 
 
 def keep_on_device(optimizer: Any) -> None:
-    """Make a DeepSpeed ZeRO optimizer with its state on the host add up gradients on the device, in
-    place, before the first backward pass.
-
-    It takes 4 bytes for each element of this rank's trained parameters: under ZeRO 3 from now on,
-    under ZeRO 2 during a step's passes. Raises `UserError` for a version of DeepSpeed that is built
-    in another way.
+    """Make a DeepSpeed optimizer with its state on the host add up gradients on the device, in
+    place, before the first backward pass: 4 bytes for each element of this rank's trained
+    parameters, under ZeRO 2 during a step's passes only. Raises `UserError` for a version of
+    DeepSpeed that is built in another way.
     """
     is_stage_3 = isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3)
     if not (_is_known_stage_3(optimizer) if is_stage_3 else _is_known_stage_2(optimizer)):
@@ -65,13 +60,13 @@ def keep_on_device(optimizer: Any) -> None:
 
 
 def sums_of(optimizer: Any) -> list[torch.Tensor]:
-    """ZeRO 3's flat float32 sums of this rank's gradients; [] for other optimizers."""
+    """ZeRO 3's flat float32 sums of this rank's gradients, if it has some."""
     flat = getattr(optimizer, "grad_partitions_flat_buffer", None)
     return [] if flat is None else [flat]
 
 
 def sum_of(parameter: Any) -> torch.Tensor | None:
-    """A ZeRO 3 parameter's part of the sums, flat float32, if `keep_on_device` has moved them."""
+    """A ZeRO 3 parameter's part of the sums, if `keep_on_device` has moved them."""
     optimizer = parameter._z3_optimizer
     view = getattr(optimizer, PARTS)[parameter.ds_id]
     return view if optimizer.offload_optimizer and view.device == parameter.device else None
@@ -112,6 +107,6 @@ def _is_known_stage_3(optimizer: Any) -> bool:
 
 
 def _is_known_stage_2(optimizer: Any) -> bool:
-    """Whether ZeRO 1 or 2 has the code that adds up on the device."""
+    """Whether it has the code that adds up on the device."""
     is_known = all(hasattr(optimizer, name) for name in STAGE_2)
     return is_known and optimizer.gradient_accumulation_dtype == torch.float32

@@ -30,8 +30,8 @@ SCORING: tuple[HeadName, ...] = ("value", "scalar")
 
 
 def refuse_head(model: PreTrainedModel) -> None:
-    """Raise `ValueError` if the output head is not a linear layer without bias, and the model has
-    no `score`.
+    """Raise `ValueError` for an output head other than a linear layer without bias, or a
+    `score`.
     """
     output = model.get_output_embeddings()
     if hasattr(model, "score") or (isinstance(output, nn.Linear) and output.bias is None):
@@ -57,8 +57,8 @@ class SoftTargets:
 
 
 class LogProbHead(nn.Linear):
-    """An output head that returns log-probs instead of logits. Its weight [V, H] has the Hugging
-    Face head's name, and under tensor parallelism this rank's rows.
+    """An output head that returns log-probs instead of logits. Its weight [V, H] keeps its name;
+    under tensor parallelism it has this rank's rows.
     """
 
     shard: VocabularyShard | None = None
@@ -126,8 +126,7 @@ def drop_output_head(model: PreTrainedModel) -> None:
 
 def use_score_head(model: PreTrainedModel) -> None:
     """Replace the output head, in place, by a `ScoreHead` named `score`; a tied embedding stays.
-    `model.config` becomes that of a classifier with one label, if transformers has one for the
-    family.
+    `model.config` becomes that of a classifier with one label, where transformers has one.
     """
     embedding = model.get_input_embeddings()
     assert isinstance(embedding, nn.Module) and isinstance(embedding.weight, torch.Tensor)

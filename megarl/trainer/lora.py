@@ -101,8 +101,8 @@ def layer_names(model: Any) -> list[str]:
 
 
 def chosen_layers(model: Any, config: LoraConfig) -> tuple[str, ...]:
-    """Names of the layers that get an adapter by `config.targets`, or all linear ones of the
-    blocks. Raises `ValueError` if a target is no such layer's last part.
+    """Names of the layers that get an adapter: `config.targets`, or all linear ones of the blocks.
+    Raises `ValueError` for an unknown target.
     """
     names = layer_names(model)
     last = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
@@ -117,8 +117,8 @@ def chosen_layers(model: Any, config: LoraConfig) -> tuple[str, ...]:
 
 def add_adapters(model: Any, shards: dict[str, Shard], axis: Axis, config: LoraConfig) -> Adapters:
     """Add adapters without values to a model on the meta device, in place, and freeze all but these
-    and a score head. The model is cut over the tensor-parallel ranks of `axis` already; split
-    adapter parameters are added to `shards`. Raises `ValueError` as `chosen_layers`.
+    and a score head. The model is cut over `axis` already; split adapter parameters are added to
+    `shards`. Raises `ValueError` as `chosen_layers`.
     """
     adapters = Adapters(chosen_layers(model, config), config.alpha / config.rank)
     model.requires_grad_(False)
@@ -153,9 +153,9 @@ def _pair(
 def new_adapter(
     name: str, *, shapes: Mapping[str, tuple[int, ...]], seed: int
 ) -> torch.Tensor | None:
-    """The whole parameter `name` of a new adapter: A as PEFT draws it, uniform within 1 / sqrt(K)
-    for K inputs, and B zero; None for other names. `seed` and the name seed each A, so that all
-    layouts draw the same.
+    """The whole parameter `name`: A as PEFT draws it, uniform within 1 / sqrt(K) for K inputs, and
+    B zero; None for other names. `seed` and the name seed each A, so that all layouts draw the
+    same.
     """
     if not is_adapter(name):
         return None
@@ -169,7 +169,7 @@ def new_adapter(
 
 class MergedWeights(Mapping[str, torch.Tensor]):
     """{parameter name: flat tensor} of this rank's part of every weight, merged with its adapter, W
-    + (alpha / rank) B A in the dtype of W, when it is asked for. The last few are kept.
+    + (alpha / rank) B A, when it is asked for. The last few are kept.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The loss scale of training in float16.
 
 float16 has no numbers between 0 and 6e-8, and most gradients are smaller. So the loss is multiplied
-by a power of two, and DeepSpeed divides the float32 sums of the gradients by it. A scale that makes
+by a power of two, and DeepSpeed divides the sums of the gradients by it. A scale that makes
 gradients infinite is halved, and the step is computed again. After about `WINDOW` steps without
 that it is doubled.
 """
@@ -17,7 +17,7 @@ INITIAL_POWER = 12
 """Of 2: the first scale, at which gradients up to 16 fit. The largest element of SmolLM2's gradient
 of a mean log-prob is 2 for 133 tokens of English, and 11 for 64 random tokens."""
 WINDOW = 200
-"""Optimizer steps without an overflow after which the scale is doubled."""
+"""Optimizer steps without an overflow, after which it is doubled."""
 LEAST = 1
 """Smallest scale."""
 CHANGING = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")

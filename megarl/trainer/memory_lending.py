@@ -32,8 +32,8 @@ SMALLEST_BYTES = 1024
 
 
 class HostMemory:
-    """Host memory of exactly `num_bytes`, `registered` with CUDA for fast copies; torch's pinned
-    memory would be rounded up to a power of two. Raises `UserError` if that fails.
+    """Host memory of exactly `num_bytes`, `registered` with CUDA for fast copies; torch would round
+    pinned memory up to a power of two. Raises `UserError` if that fails.
     """
 
     def __init__(self, num_bytes: int, *, registered: bool) -> None:
@@ -53,7 +53,7 @@ class HostMemory:
                 raise UserError(_no_memory(num_bytes, f"cudaHostRegister: {why}"))
 
     def release(self) -> None:
-        """Undo the registration. The memory itself is freed with the last tensor that views it."""
+        """Undo the registration. The memory is freed with the last tensor that views it."""
         if self._is_registered:
             cuda: Any = torch.cuda.cudart()
             cuda.cudaHostUnregister(self.bytes.data_ptr())
@@ -78,9 +78,8 @@ class Handover:
 
     def offload(self, optimizer: Any, module: torch.nn.Module, *, on_host: bool = False) -> None:
         """Copy master weights and moments to the host, and free their memory and that of gradients
-        and reduction buffers. Call it between two optimizer steps; it blocks until the copies are
-        done. Until `reload` the optimizer's tensors are those on the host, so that a checkpoint can
-        be written.
+        and reduction buffers, between two optimizer steps. Blocks. Until `reload` the optimizer's
+        tensors are those on the host, for checkpoints.
 
         `module`: its weights stay. `on_host`: the optimizer state is there anyway. Raises
         `UserError` if the host has too little memory.
@@ -166,8 +165,8 @@ class Handover:
 
 
 def optimizer_state(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Each tensor of master weights and moments once. In float32 without ZeRO, the parameters
-    themselves are the master weights.
+    """Each tensor of master weights and moments once. In float32 without ZeRO, the parameters are
+    the master weights.
     """
     seen: set[int] = set()
     inner = _inner(optimizer)
@@ -195,7 +194,7 @@ def gradient_memory(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def buckets(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Buffers in which gradients are reduced over ranks, and through which they go to the host."""
+    """Buffers in which gradients are reduced, and through which they go to the host."""
     for bucket in getattr(optimizer, "ipg_buckets", {}).values():
         buffers = bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]
         yield from (buffer for buffer in buffers if buffer is not None)

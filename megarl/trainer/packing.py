@@ -1,8 +1,6 @@
 """Samples become packed rows without padding, with labels shifted once, shared by sequence-parallel
-ranks. Common prefixes of samples may be in a row once (`prefixes.py`), those of a sample's branches
-always are (`branches.py`).
-
-Samples -> MicroBatch of T = sum of their lengths, less what is shared -> this rank's tokens
+ranks. Common prefixes may be in a row once (`prefixes.py`), those of a sample's branches always are
+(`branches.py`).
 """
 
 from __future__ import annotations
@@ -34,8 +32,8 @@ def pack(
     share: SharePrefix = "off",
 ) -> MicroBatch:
     """Concatenate `samples` into a packed sequence with next-token labels: column values at
-    position t are those of the token that continues it. A tree's tokens are computed once, and once
-    more where they predict several trained ones.
+    position t are those of the token that continues it; where a token predicts several trained
+    ones, it is there again.
 
     Without samples there are two padding tokens, so that the rank takes part in collectives.
     `places` [T]: each token's index among those of the whole mini-batch; by default in `samples`.
@@ -85,7 +83,7 @@ def pack_shared(
 ) -> MicroBatch:
     """`pack`, of which each sequence-parallel rank keeps its tokens; all ranks of `axis` pass the
     same arguments. `how`: which tokens each gets; "auto" for the most even work. `windows`: each
-    layer's sliding window in tokens, or None, from which work is computed.
+    layer's sliding window in tokens, or None.
 
     If a rank would get no token, padding of two tokens for each rank is appended.
     """
@@ -107,8 +105,8 @@ def pack_shared(
 def _cut(
     whole: MicroBatch, size: int, how: str, windows: Sequence[int | None]
 ) -> list[torch.Tensor]:
-    """Each sequence-parallel rank's positions in a packed sequence. A token attends to the tokens
-    of its sample up to it, within the layer's window; work is the mean over layers.
+    """Each sequence-parallel rank's positions in a packed sequence. A token's work is the keys that
+    it attends to, the mean over layers.
     """
     seen = whole.position_ids.cpu() + 1
     if any(windows):

@@ -5,9 +5,9 @@
     parents     -1      0      0      0
 
 A causal model's states depend on earlier tokens alone, so a common prefix is computed once and
-every sample attends to it. A sample's part begins with its prompt's last token, whose state
-predicts the sample's own first token, so every trained token keeps its own target, advantage and
-loss. Prefixes may have prefixes. For samples that are trees see `branches.py`.
+every sample attends to it. A sample's part begins with its prompt's last token, which predicts the
+sample's own first token, so each trained token keeps its own target. For samples that are trees see
+`branches.py`.
 """
 
 from __future__ import annotations
@@ -26,36 +26,34 @@ from megarl.trainer.branches import NONE, BranchPart, branch_parts, next_tokens
 from megarl.types import Samples
 
 SAVES = 1 / 16
-"""Share of the samples' tokens that a common prefix must save: below it, the further call of
-attention for every layer costs more."""
+"""Share of the samples' tokens that a common prefix must save to be worth a further call of
+attention for every layer."""
 
 
 @dataclass(frozen=True)
 class Tree:
-    """The tokens of samples as a tree of documents, each computed once: a shared prefix, the rest
-    of a sample, or a branch of a sample that is a tree. Documents are listed depth first.
+    """Samples' tokens as documents, each computed once and listed depth first: a shared prefix, the
+    rest of a sample, or a branch of a sample that is a tree.
     """
 
     places: np.ndarray
-    """[C] int64 index of each computed token among the samples' tokens; of a shared prefix in the
-    first sample."""
+    """[C] int64 index of each computed token in the samples; of a prefix in its first sample."""
     targets: np.ndarray
-    """[C] int64 index of the token that it predicts, or -1; of a shared prefix, an untrained
-    one."""
+    """[C] int64 index of the token that it predicts, or -1."""
     starts: np.ndarray
     """[D + 1] int64 first token of each document; then C."""
     parents: tuple[int, ...]
     """[D] the document that each one continues, or -1; empty where none does."""
     begins: np.ndarray
-    """[D] int64 number of tokens before each document that it continues."""
+    """[D] int64 tokens before each document that it continues."""
     owners: np.ndarray
-    """[D] int64 index of each document's sample; -1 for a shared prefix."""
+    """[D] int64 each document's sample; -1 for a prefix."""
 
 
 def shareable(samples: Samples) -> np.ndarray:
-    """[S] int64: how many first tokens of each sample may be computed together with other samples':
-    those before the one that predicts the first trained token, never the prompt's last one, and
-    none after a sample's first branching.
+    """[S] int64: how many first tokens of each sample may be shared: those before the one that
+    predicts the first trained token, never the prompt's last one, and none after the first
+    branching.
     """
     counts = np.zeros(len(samples), np.int64)
     for number, (first, last) in enumerate(itertools.pairwise(samples.offsets.tolist())):
@@ -73,19 +71,16 @@ def shareable(samples: Samples) -> np.ndarray:
 
 
 def must_save(share: SharePrefix) -> float:
-    """The fraction of tokens that computing a common prefix once must save."""
+    """The fraction of tokens that a shared prefix must save."""
     return {"auto": SAVES, "on": 0.0, "off": math.inf}[share]
 
 
 def balance_of(
     samples: Samples, share: SharePrefix, windows: Sequence[int | None] = (), *, together: int = 1
 ) -> FamilyBalance:
-    """A `FamilyBalance` of `samples`, for dividing them over ranks and packed sequences; common
-    prefixes count as often as they are computed (`must_save(share)`).
-
-    `together`: each run of so many consecutive samples stays in one packed sequence; a divisor of
-    their number. `windows`: each layer's sliding window in tokens, or None; empty where no layer
-    has one.
+    """For dividing `samples` over ranks and packed sequences; common prefixes count as often as
+    they are computed. `together`: each run of so many consecutive samples stays in one packed
+    sequence. `windows`: each layer's sliding window in tokens, or None.
     """
     return FamilyBalance(
         sizes_of(samples, share), must_save(share), windows=windows, together=together
@@ -100,9 +95,8 @@ def leading_tokens(samples: Samples) -> list[np.ndarray]:
 
 
 def sizes_of(samples: Samples, share: SharePrefix) -> list[Size]:
-    """Each sample's length and the prefixes it could share, ascending by length: the longest
-    shareable prefix in common with each other sample, and last all its shareable tokens. None with
-    `share` "off"; "auto" and "on" give the same.
+    """Each sample's length and the prefixes it could share, ascending: the longest in common with
+    each other sample, and last all its shareable tokens. None with `share` "off".
     """
     if share == "off":
         return [Size(length) for length in computed_lengths(samples).tolist()]
@@ -110,8 +104,8 @@ def sizes_of(samples: Samples, share: SharePrefix) -> list[Size]:
 
 
 def computed_lengths(samples: Samples) -> np.ndarray:
-    """[S] int64 tokens that are computed for each sample without shared prefixes: its own, and some
-    once more where a tree branches.
+    """[S] int64 tokens that each sample has without sharing; where a tree branches, some count
+    again.
     """
     lengths, branches = samples.lengths, samples.branches
     again = branches[copied(branches, samples.mask), 0]
@@ -120,9 +114,8 @@ def computed_lengths(samples: Samples) -> np.ndarray:
 
 
 def tree_of(samples: Samples, *, saves: float = SAVES, deepest: int = DEEPEST) -> Tree:
-    """The documents by which `samples` are computed. A prefix is computed once if that saves the
-    fraction `saves` of the tokens of the samples that have it; infinity shares nothing. `deepest`:
-    most shared prefixes one after the other in a sample.
+    """The documents of `samples`. A prefix is shared if that saves the fraction `saves` of its
+    samples' tokens. `deepest`: most shared prefixes one after the other.
     """
     sizes = sizes_of(samples, "off" if math.isinf(saves) else "on")
     following, copies = next_tokens(samples)
@@ -164,7 +157,7 @@ def tree_of(samples: Samples, *, saves: float = SAVES, deepest: int = DEEPEST) -
 
 
 def _numbered(parts: Sequence[BranchPart], by: int, above: int) -> list[BranchPart]:
-    """`parts` with their parents' numbers raised by `by`, or `above` for those without parent."""
+    """`parts` with parents raised by `by`, or `above` for those without one."""
     return [
         branch._replace(parent=branch.parent + by if branch.parent >= 0 else above)
         for branch in parts
@@ -172,9 +165,8 @@ def _numbered(parts: Sequence[BranchPart], by: int, above: int) -> list[BranchPa
 
 
 def saved_tokens(starts: Sequence[int], parents: Sequence[int], begins: Sequence[int]) -> int:
-    """How many tokens of a packed sequence need not be computed, compared with a sequence of its
-    own for each document that no other continues from its end. `starts`, `parents` and `begins`: as
-    in `Tree`.
+    """How many tokens of a packed sequence are not computed again, compared with a sequence of its
+    own for each document that no other continues from its end. Arguments: as in `Tree`.
     """
     ends = np.asarray(begins) + np.diff(starts)
     inner = {

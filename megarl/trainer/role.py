@@ -2,9 +2,7 @@
 
     backbone + head + optional optimizer        Role("reference", ..., optimizer_steps=None)
 
-A frozen role scores: `role.score(batch, packed)` returns a column, a number for each token of this
-rank's samples. `megarl.trainer.step.optimizer_step` trains a role with an optimizer on such
-columns.
+A frozen role scores samples. `megarl.trainer.step.optimizer_step` trains a role with an optimizer.
 """
 
 from __future__ import annotations
@@ -34,9 +32,9 @@ from megarl.trainer.zero import TrainEngine
 from megarl.types import MicroBatch, Samples, StepBatch
 
 Column = list[torch.Tensor]
-"""A per-token result: for each mini-batch a float32 tensor [T], or hidden states [T, H], over the
-tokens of this data-parallel rank's samples, 0 for tokens that the policy did not generate. Ranks
-with the same samples have the same column."""
+"""For each mini-batch a float32 tensor [T], or hidden states [T, H], over the tokens of this
+data-parallel rank's samples, 0 for tokens that the policy did not generate. Ranks with the same
+samples have the same column."""
 
 
 class Role:
@@ -56,10 +54,9 @@ class Role:
         head: HeadName = "logprobs",
         optimizer_steps: int | None = None,
     ) -> None:
-        """`name`: for messages. `head`: what it computes, see `megarl.trainer.heads`.
-        `optimizer_steps`: of the whole run, for the learning-rate schedule; None makes a frozen
-        model, with adapters only if `training.lora` names some to start from. Raises `UserError` on
-        every rank if a weight is not finite.
+        """`head`: see `megarl.trainer.heads`. `optimizer_steps`: of the whole run, for the
+        learning-rate schedule; None makes a frozen model, with adapters only if `training.lora`
+        names some to start from. Raises `UserError` on every rank if a weight is not finite.
         """
         if optimizer_steps is None and not training.lora.adapter:  # new adapters change nothing
             training = replace(training, lora=LoraConfig())
@@ -94,8 +91,8 @@ class Role:
         self._prove_attention()
 
     def _prove_attention(self) -> None:
-        """Compare the attention kernel of variable length, if used, with float64 for every layer's
-        heads, by a forward pass of two tokens. Raises `RuntimeError` if it is wrong.
+        """Compare the attention kernel of variable length, if used, with float64, by a forward
+        pass. Raises `RuntimeError` if it is wrong.
 
         A training pass is too late: the comparison computes gradients, which fails inside a layer
         with gradient checkpointing.
@@ -115,9 +112,7 @@ class Role:
 
     @property
     def shards(self) -> dict[str, Shard]:
-        """{parameter name: how tensor-parallel ranks split it}, without LoRA adapters and
-        parameters that every rank holds whole.
-        """
+        """{parameter name: shard} of what tensor-parallel ranks split, without LoRA adapters."""
         shards = self.engine.module.shards
         return {name: shard for name, shard in shards.items() if not is_adapter(name)}
 
@@ -137,9 +132,8 @@ class Role:
         return self.engine.owned()
 
     def pack(self, samples: Samples, micro_batches: Sequence[Sequence[int]]) -> list[MicroBatch]:
-        """Concatenate a mini-batch's samples into packed sequences on this rank's device.
-        `micro_batches`: for each, the indices of its samples. Sequence-parallel ranks pass the same
-        arguments; each gets its part of each.
+        """The samples of a mini-batch as packed sequences on this rank's device. `micro_batches`:
+        each one's samples. Sequence-parallel ranks pass the same arguments; each gets its part.
         """
         training = self.training
         return pack_mini_batch(

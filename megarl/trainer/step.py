@@ -1,7 +1,5 @@
 """One optimizer step of a model, its metrics, and steps without a token to train on (`EmptySteps`).
 
-    optimizer_step(role, micro_batches, loss, guard, metrics)
-
 A micro-batch's loss is a sum over its tokens of `weight x term`. The weights come from counts over
 the whole mini-batch and all ranks, so neither micro-batches nor layout change loss or gradients.
 """
@@ -27,11 +25,11 @@ from megarl.trainer.role import Role
 from megarl.types import MicroBatch, StepBatch
 
 GAPS = ("count", "sum_abs", "sum_k1", "sum_k3", "sum_outside")
-"""Sums of `megarl.objectives.corrections.mismatch` that are reported as metrics."""
+"""Sums of `mismatch` that are reported as metrics."""
 
 MicroBatchLoss = Callable[[MicroBatch], torch.Tensor]
-"""Micro-batch -> this rank's part of the mini-batch's loss, a scalar: the sum is over micro-batches
-and ranks. It may add to the step's metrics."""
+"""Micro-batch -> scalar, this rank's part of a sum over micro-batches and ranks. It may add to the
+step's metrics."""
 
 
 def train_mini_batches(
@@ -43,9 +41,8 @@ def train_mini_batches(
     *,
     num_mini_batches: int,
 ) -> tuple[int, dict[str, float]]:
-    """Train `role` on one step's samples, with an optimizer step for each mini-batch and epoch.
-    Returns (optimizer steps taken, {"grad_norm": mean before clipping, "learning_rate",
-    "skipped_steps"}). Collective.
+    """Take an optimizer step for each mini-batch and epoch. Returns (their number, {"grad_norm":
+    mean before clipping, "learning_rate", "skipped_steps"}). Collective.
 
     `packed`: for each mini-batch, this rank's packed sequences; empty where the step is skipped.
     `loss_of(mini-batch, is first optimizer step)` returns the loss. Raises `UserError` if `guard`
@@ -74,13 +71,12 @@ def optimizer_step(
     guard: StepGuard,
     metrics: StepMetrics,
 ) -> tuple[float, float] | None:
-    """Run all micro-batches of a mini-batch, and take an optimizer step. Returns (gradient norm
-    before clipping, learning rate). Collective; all ranks have as many micro-batches.
+    """Take an optimizer step on all micro-batches, as many on every rank. Returns (gradient norm
+    before clipping, learning rate). Collective.
 
-    Without finite loss, gradients and watched values on all ranks, weights, optimizer state and
-    `metrics` stay, and None is returned; `UserError` is raised if `guard` allows no further skipped
-    step. In float16 such gradients halve the loss scale, and the step is computed again, down to
-    the smallest scale.
+    Without finite loss, gradients and watched values, weights, optimizer state and `metrics` stay,
+    and None is returned, or `UserError` raised if `guard` allows no further skipped step. In
+    float16 the step is first computed again with smaller loss scales.
     """
     before, scale = metrics.mark(), role.engine.loss_scale
     begun_at = scale.value if scale else 1.0
@@ -111,7 +107,7 @@ def optimizer_step(
 def _accumulate(
     role: Role, micro_batches: Sequence[MicroBatch], loss: MicroBatchLoss, guard: StepGuard
 ) -> str:
-    """Add up the gradients of all micro-batches. Returns which value is not finite, or ""."""
+    """Add up the gradients of all micro-batches. Returns what is not finite, or ""."""
     problem, last = "", len(micro_batches) - 1
     for index, micro in enumerate(micro_batches):
         with _part("forward pass", role, "train"):
@@ -126,15 +122,13 @@ def _accumulate(
 
 
 def scale_metrics(role: Role) -> dict[str, float]:
-    """In float16 {"loss_scale": of the next optimizer step, "overflows": repetitions of a step with
-    a smaller scale since the last call}; else {}.
-    """
+    """See `LossScale.metrics`; {} in other precisions than float16."""
     scale = role.engine.loss_scale
     return scale.metrics() if scale else {}
 
 
 def _part(what: str, role: Role, kind: Kind) -> Span:
-    """A span of a part of a step, with the deadline of DeepSpeed's collectives inside."""
+    """A span, with the deadline of DeepSpeed's collectives inside."""
     axis = role.mesh.gradient
     deadline_s = axis.timeout_s if axis.size > 1 else 0.0
     of = axis.ranks if axis.size > 1 else ()
@@ -143,8 +137,8 @@ def _part(what: str, role: Role, kind: Kind) -> Span:
 
 
 class StepMetrics:
-    """Sums and maxima over a step's micro-batches, in float64, which all start at 0. Every rank
-    must give the same names, also one without tokens.
+    """Sums and maxima over a step's micro-batches, in float64, which start at 0. Every rank must
+    give the same names, also one without tokens.
     """
 
     def __init__(
@@ -154,20 +148,18 @@ class StepMetrics:
         self._maxima = dict.fromkeys(maxima, torch.zeros((), dtype=torch.float64, device=device))
 
     def add(self, **values: torch.Tensor | float) -> None:
-        """Add each value, a number or a scalar tensor without gradient, to its sum."""
+        """Add to sums: numbers, or scalar tensors without gradient."""
         for name, value in values.items():
             self._sums[name] = self._sums[name] + value
 
     def add_own(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Add what a loss of the user's own reports, {name: [T]}, to new sums "own/NAME"."""
+        """Add what a user's loss reports, {name: [T]}, to new sums "own/NAME"."""
         for name, value in values.items():
             so_far = self._sums.get(f"own/{name}", 0.0)
             self._sums[f"own/{name}"] = value.detach().double().sum() + so_far
 
     def agree(self, axis: Axis) -> None:
-        """Give all ranks of `axis` the same sums: one without tokens lacks those of `add_own`.
-        Collective.
-        """
+        """Give all ranks of `axis` the sums that some lack, from `add_own`. Collective."""
         names = sorted(
             {name for axis_names in gather_objects([*self._sums], axis) for name in axis_names}
         )
@@ -178,7 +170,7 @@ class StepMetrics:
         self._maxima[name] = torch.maximum(self._maxima[name], value.double())
 
     def mark(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """The present sums and maxima, to which `rewind` can return."""
+        """The present values, for `rewind`."""
         return dict(self._sums), dict(self._maxima)
 
     def rewind(self, mark: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]) -> None:
@@ -197,8 +189,8 @@ class StepMetrics:
 def computed_tokens(
     micro_batches: Iterable[MicroBatch], role: Role, epochs: int = 1
 ) -> dict[str, float]:
-    """{"tokens/computed": tokens of the packed sequences with padding, "tokens/shared_saved":
-    tokens that shared prefixes save}, over all ranks and `epochs`. Collective.
+    """{"tokens/computed": with padding, "tokens/shared_saved": by common prefixes}, over all ranks
+    and `epochs`. Collective.
     """
     metrics = StepMetrics(role.device, ("computed", "saved"))
     for micro in micro_batches:
@@ -221,8 +213,7 @@ def token_weights(
     algorithm: AlgorithmConfig | None = None,
 ) -> torch.Tensor:
     """[N] float32: for each sample of a step, over all ranks, the factor of its tokens' terms in
-    the loss of mini-batch `number`; 0 for samples of other mini-batches. `algorithm`: settings that
-    some aggregations need.
+    the loss of mini-batch `number`; 0 for samples of others.
     """
     is_member = torch.tensor(batch.mini_batch_of) == number
     weights = torch.zeros(len(batch.rewards), dtype=torch.float64)
@@ -232,8 +223,8 @@ def token_weights(
 
 
 def add_mismatch(metrics: StepMetrics, logprobs: torch.Tensor, engines: torch.Tensor) -> None:
-    """Add the differences between trainer's and engines' log-probs, [M] each and without gradient,
-    to `metrics`.
+    """Add the differences between trainer's and engines' log-probs, [M] each and without
+    gradient.
     """
     gap = mismatch(logprobs, engines)
     metrics.maximum("max_abs", gap["max_abs"])
@@ -243,8 +234,8 @@ def add_mismatch(metrics: StepMetrics, logprobs: torch.Tensor, engines: torch.Te
 def mismatch_metrics(value: Mapping[str, float]) -> dict[str, float]:
     """How far the engines' log-probs are from the trainer's: "mismatch/mean_abs" and
     "mismatch/max_abs" in nats; "mismatch/k1" and "mismatch/k3", estimates of KL(engine || trainer)
-    per token; and "mismatch/outside_share", the fraction of tokens whose probability ratio is not
-    in [0.8, 1.25]. `value`: what `add_mismatch` has collected, over all ranks.
+    per token; and "mismatch/outside_share" of tokens whose probability ratio is not in [0.8, 1.25].
+    `value`: what `add_mismatch` has collected, over all ranks.
     """
     sums = {name: torch.tensor(value[f"mismatch/{name}"]) for name in GAPS}
     gap = summarise(sums | {"max_abs": torch.tensor(value["max_abs"])})
@@ -252,19 +243,17 @@ def mismatch_metrics(value: Mapping[str, float]) -> dict[str, float]:
 
 
 class EmptySteps:
-    """Counts steps in a row without samples, because every group was rejected, usually for equal
-    rewards. Ends a run after `allowed` of them, or if its weights have never changed. Every rank of
-    the policy has its own and decides alike.
+    """Ends a run after `allowed` steps in a row without samples, because every group was rejected,
+    usually for equal rewards; or if its weights have never changed. Every rank decides alike.
     """
 
     def __init__(self, guard: StepGuard, allowed: int) -> None:
-        """`guard`: the policy's, which knows whether an optimizer step was ever taken."""
         self.guard, self.allowed, self.in_a_row = guard, allowed, 0
 
     def count(self, step: int, num_samples: int, metrics: Mapping[str, float]) -> None:
-        """Count a step before it is trained. `num_samples`: over all ranks. `metrics`: of the
-        step's rollouts. Raises `UserError` at the `allowed`-th step in a row without samples; after
-        an update, an accuracy of 0.5 or more sets the count to 0.
+        """Count a step before it is trained. `num_samples`: over all ranks. `metrics`: of its
+        rollouts. Raises `UserError` at the `allowed`-th empty step in a row; after an update, an
+        accuracy of 0.5 or more sets the count to 0.
         """
         # A policy that has learnt to be right has nothing left to learn, which is no failure.
         may_be_done = self.guard.has_updated and metrics.get("accuracy", 0.0) >= 0.5
@@ -276,8 +265,8 @@ class EmptySteps:
             )
 
     def end(self, step: int, num_samples: int, metrics: Mapping[str, float]) -> None:
-        """Raise `UserError` if no step has changed the weights. Call it after the last step, before
-        its checkpoint, with that step's arguments of `count`.
+        """Raise `UserError` if no step has changed the weights. Call it before the last step's
+        checkpoint, with that step's arguments of `count`.
         """
         if self.guard.has_updated:
             return

@@ -1,11 +1,9 @@
 """The teacher of distillation: a frozen model whose next-token distributions the policy learns.
 
-A distribution over the vocabulary is made of a hidden state and the output head. The teacher
-computes hidden states only, and each rank of the policy has the rows of the teacher's head for its
-own shard of the vocabulary; `megarl.kernels.divergence` makes logits of both, chunk by chunk.
-
-On the policy's ranks and layout a micro-batch's states are computed when it is trained on.
-Elsewhere those of the whole step are computed first and sent to the policy's ranks.
+The teacher computes hidden states only, and each rank of the policy has the rows of the teacher's
+head for its own shard of the vocabulary; `megarl.kernels.divergence` makes logits of both, chunk by
+chunk. On the policy's ranks and layout a micro-batch's states are computed when it is trained on;
+elsewhere the whole step's are computed first and sent.
 """
 
 from __future__ import annotations
@@ -40,8 +38,8 @@ class Teacher:
         *,
         precision: str,
     ) -> None:
-        """`transfer.role` is the teacher, with the head `states`. `model`: path of its weights.
-        `policy`: the student, on its ranks. `precision`: dtype of both.
+        """`transfer.role` is the teacher, with the head `states`. `policy`: the student, on its
+        ranks. `precision`: dtype of both.
         """
         self.transfer, self.divergence = transfer, divergence
         self.width = load_model_config(model).get_text_config().hidden_size
@@ -54,8 +52,8 @@ class Teacher:
         self._column: Column = []
 
     def read(self, batch: StepBatch | None, packed: Sequence[Sequence[MicroBatch]]) -> None:
-        """Compute the hidden states of a step's samples, if the teacher has ranks of its own. Ranks
-        outside the policy pass None and [].
+        """Compute a step's hidden states, if the teacher has ranks of its own. Ranks outside the
+        policy pass None and [].
         """
         self._column = []
         if self.transfer.is_shared:

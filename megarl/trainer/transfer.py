@@ -34,7 +34,7 @@ from megarl.types import MicroBatch, Samples, StepBatch
 
 @dataclass(frozen=True)
 class RoleBatch:
-    """A step's samples on one rank of a model beside the policy, in the policy's mini-batches."""
+    """A step's samples on one rank of a model beside the policy."""
 
     batch: StepBatch
     packed: Sequence[Sequence[MicroBatch]]
@@ -61,7 +61,7 @@ class _Fact(NamedTuple):
 
 @dataclass(frozen=True)
 class _Plan:
-    """How the samples of a step are moved. They are numbered in the order of their ids."""
+    """How the samples of a step, numbered in the order of their ids, are moved."""
 
     facts: list[_Fact]
     """[N] samples."""
@@ -69,7 +69,7 @@ class _Plan:
     """From the policy's ranks to the other model's."""
     back: Redistribution
     order: list[list[int]]
-    """For each mini-batch, the numbers of this rank's samples in the policy, as in its columns."""
+    """For each mini-batch, the numbers of this rank's samples in the policy."""
 
     def split(
         self, order: Sequence[Sequence[int]], columns: Sequence[torch.Tensor]
@@ -87,9 +87,8 @@ class _Plan:
 
 class BatchTransfer:
     """Moves each step's samples from the policy's ranks to another model's (`send`), and per-token
-    results between both (`to_role`, `to_policy`). Collective over all ranks of the job, also those
-    that have neither model. Ranks outside the model that sends pass None or []; ranks outside the
-    one that receives get these.
+    results between both. Collective over all ranks of the job: those without the model that sends
+    pass None or [], those without the one that receives get these.
     """
 
     def __init__(
@@ -104,14 +103,14 @@ class BatchTransfer:
         share_prefix: SharePrefix = "off",
     ) -> None:
         """`role`: the other model, on the ranks of `mesh`. `everyone`: all ranks of the job.
-        `micro_batch_tokens`: most tokens of a packed sequence per rank.
+        `micro_batch_tokens`: of a packed sequence, per rank.
         """
         self.role, self.policy, self.mesh, self.everyone = role, policy, mesh, everyone
         self.device, self.micro_batch_tokens = device, micro_batch_tokens
         self.share_prefix: SharePrefix = share_prefix
         self.windows: list[int | None] = []
-        """Each layer's sliding window, or None, on every rank of the job, since all plan alike.
-        Empty where nothing is moved."""
+        """Each layer's sliding window, or None, on every rank, since all plan alike. Empty where
+        nothing is moved."""
         if not self.is_shared:
             windows = gather_objects(role.windows if role is not None else [], everyone)
             self.windows = max(windows, key=len)
@@ -177,8 +176,8 @@ class BatchTransfer:
         return RoleBatch(role_batch, self.role.pack_step(role_batch))
 
     def to_role(self, column: Column) -> Column:
-        """Send a column over the samples that were sent last from the policy's ranks to the other
-        model's. Returns the column over the samples that `send` gave this rank.
+        """Send a column over the last sent samples from the policy's ranks to the other model's,
+        over those that `send` gave them.
         """
         if self.is_shared:
             return column
@@ -193,9 +192,8 @@ class BatchTransfer:
     def to_policy(
         self, column: Column, *, width: tuple[int, ...] = (), dtype: torch.dtype = torch.float32
     ) -> Column:
-        """Bring a column, of tensors [T, *width] of `dtype` over the samples that `send` gave this
-        rank, back to the policy's ranks. Returns the column over the samples that this rank passed
-        to `send`.
+        """Bring a column of tensors [T, *width] of `dtype` back, in the order of the policy's
+        samples.
         """
         if self.is_shared:
             return column
@@ -252,8 +250,8 @@ class BatchTransfer:
         )
 
     def _beginnings(self, parts: Sequence[Samples]) -> list[tuple[np.ndarray, list[int]]]:
-        """The token ids that samples of this rank may share with others, each once, with the ids of
-        these samples. One of the ranks with the same samples reports them.
+        """The token ids that this rank's samples may share with others, each once, with the
+        samples' ids. One of the ranks with the same samples reports them.
         """
         is_copy = self.policy.sequence.rank or self.policy.tensor.rank
         if not parts or self.share_prefix == "off" or is_copy:
@@ -265,8 +263,8 @@ class BatchTransfer:
         return list(names_of.values())
 
     def _deal(self, sizes: Sequence[Size], parts: np.ndarray) -> list[list[int]]:
-        """For each sample, the ranks of the role that get it: all with one data-parallel index.
-        Each mini-batch is dealt out evenly.
+        """For each sample, the ranks of the role that get it: all with one data-parallel index,
+        evenly.
         """
         layout = self.mesh.layout
         ranks = [
@@ -296,8 +294,8 @@ def _chosen(samples: Samples) -> np.ndarray:
 
 
 class Scorer:
-    """Computes a number for each token of a step's samples with a model other than the policy, such
-    as reference log-probs or values. Collective over all ranks of the job.
+    """Computes a number for each token of a step's samples with a model other than the policy.
+    Collective over all ranks of the job.
     """
 
     def __init__(
@@ -316,9 +314,9 @@ class Scorer:
     def score(
         self, batch: StepBatch | None, packed: Sequence[Sequence[MicroBatch]], *, temperature: float
     ) -> Column:
-        """A column over `batch`, 0 for tokens that the policy did not generate. `packed`: for each
-        mini-batch, this rank's packed sequences. `temperature`: divisor of the logits, for
-        log-probs. Ranks outside the policy pass None and [] and get [].
+        """A column over `batch`. `packed`: for each mini-batch, this rank's packed sequences.
+        `temperature`: divisor of the logits, for log-probs. Ranks outside the policy pass None and
+        [] and get [].
         """
         self.here, self.column = None, []
         if self.transfer.is_shared and batch is None:

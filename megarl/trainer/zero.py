@@ -50,9 +50,8 @@ def deepspeed_config(
     trained: int = working_memory.BUCKET_ELEMENTS,
 ) -> dict[str, object]:
     """Settings for `deepspeed.initialize`. Gradient accumulation is 1, since megarl tells DeepSpeed
-    which micro-batch ends an optimizer step. `num_data_ranks`: data-parallel times
-    sequence-parallel ranks. `trained`: trainable elements on one tensor-parallel rank, which limit
-    the buffer for reducing gradients.
+    which micro-batch ends an optimizer step. `trained`: trainable elements on one tensor-parallel
+    rank, which limit the buffer for reducing gradients.
     """
     zero: dict[str, object] = {
         "stage": config.zero_stage,
@@ -91,9 +90,7 @@ def _bare(name: str) -> str:
 
 
 def _gradient(parameter: Any) -> torch.Tensor | None:
-    """This rank's part of a gradient after the last backward pass of a step, summed over ranks, if
-    it has one.
-    """
+    """This rank's part of a gradient, summed over ranks, after the last backward pass of a step."""
     if not parameter.requires_grad:
         return None
     if hasattr(parameter, "ds_id"):  # ZeRO 3
@@ -119,11 +116,11 @@ def _own_values(parameter: Any, rank: int) -> torch.Tensor:
 def first_broken(
     parts: Iterable[tuple[str, torch.Tensor | None]], axis: Axis, device: torch.device, *, norm: int
 ) -> str:
-    """Name of the first tensor that is NaN or infinite on any rank of `axis`, or "". Collective.
+    """Name of the first tensor that is not finite on any rank of `axis`, or "". Collective.
 
-    `parts`: (name, this rank's part or None), with the same names on every rank. `device`: for the
-    reduction. `norm`: 0 for the values; 2 for the norm in float32, which overflows for values above
-    1.8e19, as DeepSpeed computes it.
+    `parts`: (name, this rank's part or None), with the same names on every rank. `norm`: 0 for the
+    values; 2 for the norm in float32, as DeepSpeed computes it, which overflows for values above
+    1.8e19.
     """
     names, sizes, numbers = [], [], []
     for number, (name, values) in enumerate(parts):
@@ -217,8 +214,7 @@ class TrainEngine:
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Run a backward pass, which adds to the gradients. `loss`: a scalar, this rank's part of a
-        sum over micro-batches and ranks. `last`: the optimizer step's last micro-batch, where
-        gradients are reduced over ranks.
+        sum over micro-batches and ranks. `last`: the optimizer step's last micro-batch.
         """
         self._view.use()
         self._engine.set_gradient_accumulation_boundary(last)
@@ -275,9 +271,8 @@ class TrainEngine:
         self._drop_sums()
 
     def _drop_sums(self) -> None:
-        """Delete the gradients of an optimizer step that DeepSpeed has skipped. DeepSpeed 0.19
-        fails to do so under ZeRO 1 and 2 with the optimizer state on the host, and would add the
-        next step's gradients to them.
+        """Delete the gradients of a skipped optimizer step, which DeepSpeed 0.19 would add the next
+        step's to under ZeRO 1 and 2 with the optimizer state on the host.
         """
         if self.config.offload_optimizer and 0 < self.config.zero_stage < 3:
             optimizer = self._engine.optimizer
@@ -285,7 +280,7 @@ class TrainEngine:
 
     def broken_gradient(self) -> str:
         """Name of the first parameter whose gradient, or its norm in float32, is not finite on some
-        rank; or "". Call it after the last `backward`. Collective.
+        rank, or "". Collective.
         """
         if self.config.offload_optimizer:
             # ZeRO 1 and 2 only start the copies to the host, which until then has older gradients.
@@ -319,8 +314,8 @@ class TrainEngine:
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Iterate over (Hugging Face name, whole tensor) of every weight, gathered on every rank;
-        collective, until the iterator is exhausted. A tensor is valid until the next one is
-        requested. Tied weights appear once, LoRA adapters as separate entries.
+        collective. A tensor is valid until the next one. Tied weights appear once, LoRA adapters as
+        separate entries.
         """
         named: Any = self.module.model.named_parameters()
         for name, parameter in named:
@@ -409,8 +404,8 @@ class TrainEngine:
 
     def offload(self) -> None:
         """Move master weights and optimizer state to the host, and free gradients and reduction
-        buffers, for colocated inference engines; see `Handover`. The weights stay, since they are
-        sent to the engines next. Of a frozen model only unused memory is freed.
+        buffers, for colocated inference engines; see `Handover`. Of a frozen model only unused
+        memory is freed.
         """
         if self.trains:
             on_host = self.config.offload_optimizer
@@ -431,9 +426,9 @@ class TrainEngine:
         self._state.write(folder, files, about)
 
     def load(self, folder: Path) -> None:
-        """Restore weights, optimizer state and `steps_done` from `folder`, which `save` filled
-        under any layout and ZeRO stage. Digests are not checked. Raises `UserError` for another
-        model's state. Collective.
+        """Restore weights, optimizer state and `steps_done` from `folder`, written under any layout
+        and ZeRO stage. Digests are not checked. Raises `UserError` for another model's state.
+        Collective.
         """
         self._view.use()
         about = self._state.read(folder)
