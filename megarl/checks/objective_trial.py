@@ -83,10 +83,8 @@ class Trial:
         lines = [frame.lineno for frame in frames if frame.filename == str(Path(file).resolve())]
         code = getattr(inspect.unwrap(self.function), "__code__", None)
         line = lines[-1] if lines else getattr(code, "co_firstlineno", 1)
-        problem = " ".join(problem.split())
-        return (
-            f"{self.setting}: {file}, line {line}: '{name}' {problem} (docs/reference_extending.md)"
-        )
+        text = " ".join(problem.split())
+        return f"{self.setting}: {file}, line {line}: '{name}' {text} (docs/reference_extending.md)"
 
 
 def try_objectives(config: RunConfig, device: torch.device, *, has_empty_ranks: bool) -> None:

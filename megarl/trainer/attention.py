@@ -43,7 +43,7 @@ def _attention(
     **others: object,
 ) -> tuple[torch.Tensor, None]:
     """With transformers' signature: query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq,
-    D]; sinks `s_aux` [Hq].
+    D].
     """
     assert attend is not None and attention_mask is None and query.shape[0] == 1
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
@@ -100,8 +100,7 @@ def layer_windows(config: transformers.PretrainedConfig) -> list[int | None]:
 
 def prove_attention(model: PreTrainedModel) -> None:
     """Raise `ValueError` unless every layer of `model`, on the meta device, calls megarl's
-    attention function with keys and values of one width. The check is a forward pass of four
-    tokens.
+    attention function with keys and values of one width.
     """
     calls: list[tuple[int, int]] = []
     """Width of keys and of values in each call."""

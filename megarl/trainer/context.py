@@ -246,8 +246,8 @@ class RunContext:
         return broadcast_object(owner.claim if owner is not None else None, self.mesh.world)
 
     def is_finished(self) -> bool:
-        """Whether the checkpoint to resume from is of the last step, and the evaluation after it is
-        made; rank 0 says so on standard error. Collective.
+        """Whether the checkpoint to resume from, and its evaluation, are of the last step; rank 0
+        then says so. Collective.
         """
         done = self._steps_done() if self.is_main else None
         finished = done is not None and done >= self.config.steps
@@ -317,8 +317,8 @@ class RunContext:
         return progress
 
     def observe(self, first_step: int) -> Observer | None:
-        """Writes metrics, TensorBoard and report, on rank 0; None on other ranks. `first_step`:
-        steps already done; later records, which a killed process left, are dropped.
+        """Metrics, TensorBoard and report, on rank 0; None on others. `first_step`: steps already
+        done; records of later ones, which a killed process left, are dropped.
         """
         if not self.is_main:
             return None
@@ -346,9 +346,9 @@ def trained_roles(config: RunConfig, places: Mapping[str, RolePlace]) -> dict[st
 
 @contextmanager
 def open_context(config: AnyConfig, inputs: RunInputs) -> Iterator[RunContext]:
-    """Set up this rank for a run: torch.distributed, process mesh, run folder with its run.log. The
-    context's `config` has `steps` also where the recipe has `epochs`. Raises `UserError` if ranks
-    have different precisions. Collective.
+    """Set up this rank for a run: torch.distributed, process mesh, run folder with its run.log;
+    `steps` also where the recipe has `epochs`. Raises `UserError` if ranks have different
+    precisions. Collective.
     """
     training = config.training
     torch.set_num_threads(trainer_threads(config))
@@ -467,9 +467,7 @@ def steps_until_half_change(parts: Iterable[torch.Tensor], learning_rate: float)
 
 
 def rounding_line(name: str, parts: Iterable[torch.Tensor], learning_rate: float) -> str:
-    """A line for the log on how long 16-bit rounding keeps the weights `parts` of the model `name`
-    from changing.
-    """
+    """A line for the log on how long 16-bit rounding keeps weights from changing."""
     parts = list(parts)
     dtype = str(parts[0].dtype).removeprefix("torch.") if parts else "16-bit"
     steps = steps_until_half_change(parts, learning_rate)

@@ -2,8 +2,8 @@
 
     batch --values--> column "values" --GAE--> column "returns" --start, learn, finish--> metrics
 
-A critic in the recipe's section `critics` has the columns "values.NAME" and "returns.NAME". A
-critic on ranks of its own learns while the policy does.
+A critic of the section `critics` has the columns "values.NAME" and "returns.NAME". A critic on
+ranks of its own learns while the policy does.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class Critic:
         return self.scorer.transfer.role
 
     def values(self, batch: StepBatch | None, packed: Sequence[Sequence[MicroBatch]]) -> Column:
-        """The value of the state before each token that the policy generated, as a column. Ranks
-        outside the policy pass None and [] and get [].
+        """The value of the state before each generated token. Ranks outside the policy pass None
+        and [] and get [].
         """
         return self.scorer.score(batch, packed, temperature=1.0)
 
     def start(self, returns: Column | None) -> None:
-        """Hand over the returns to learn, a column over the samples whose values were computed
-        last. On the policy's ranks None skips the step; other ranks pass None.
+        """Hand over the returns to learn, a column over the last valued samples. On the policy's
+        ranks None skips the step; other ranks pass None.
         """
         transfer = self.scorer.transfer
         self._returns, self._learnt = returns, ("", {})

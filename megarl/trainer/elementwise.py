@@ -32,8 +32,8 @@ FORMULAS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 
 def use_triton_elementwise(model: nn.Module) -> tuple[int, int]:
     """Make MLPs with a `down_proj` and attention layers compute by Triton kernels, in place;
-    returns (number of MLPs, of attention layers). Raises `ValueError` for a layer with another
-    formula, or a model without such layers.
+    returns their numbers. Raises `ValueError` for a layer with another formula, or a model without
+    such layers.
     """
     mlps = [layer for layer in model.modules() if hasattr(layer, "down_proj")]
     attentions = [layer for layer in model.modules() if ROTATE in _names(type(layer))]
@@ -81,7 +81,7 @@ def _stacked_mlp(layer: Any, activation: Activation, states: torch.Tensor) -> to
 
 def _activation(layer: Any) -> Activation:
     """The activation with which an MLP computes down(act(gate) * up)."""
-    layer_class, draw = type(layer), torch.Generator().manual_seed(0)
+    mlp, draw = type(layer), torch.Generator().manual_seed(0)
     halves = torch.randn(2, 7, 5, generator=draw, dtype=torch.float64)
     tried = copy.copy(layer)
     tried._modules = {
@@ -92,16 +92,14 @@ def _activation(layer: Any) -> Activation:
         **{n: module for n, module in layer._modules.items() if not n.endswith("_proj")},
     }
     try:
-        theirs = layer_class.forward(tried, halves[0])
+        theirs = mlp.forward(tried, halves[0])
     except Exception as error:  # whatever a model's own code raises
-        raise _refusal(layer_class, f"is not an MLP of a gate, up and down ({error})") from error
+        raise _refusal(mlp, f"is not an MLP of a gate, up and down ({error})") from error
     for name, formula in FORMULAS.items():
         ours = formula(halves[0]) * halves[1]
         if theirs.shape == ours.shape and (ours - theirs).abs().max() <= TRIED_TOLERANCE:
             return name
-    raise _refusal(
-        layer_class, f"does not compute down(act(gate) * up) with an act of {list(FORMULAS)}"
-    )
+    raise _refusal(mlp, f"does not compute down(act(gate) * up) with an act of {list(FORMULAS)}")
 
 
 class _Gives(nn.Module):

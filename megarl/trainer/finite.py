@@ -35,9 +35,7 @@ class StepGuard:
     """Decides, alike on all ranks of a model, whether an optimizer step is taken."""
 
     def __init__(self, role: Role, *, allowed: int, section: str = "training") -> None:
-        """`allowed`: steps that may be skipped. `section`: that of the recipe with the
-        optimizer.
-        """
+        """`allowed`: steps that may be skipped. `section`: the recipe's with the optimizer."""
         self.role, self.allowed, self.section, self.skipped = role, allowed, section, 0
         self.has_updated = False
         """Whether a step was taken, also in the run that this one continues."""

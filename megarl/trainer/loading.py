@@ -1,11 +1,8 @@
 """Loading a Hugging Face model, sharded: each rank reads only the weights that it will own.
 
-    empty_model(config)                 names and shapes on the meta device, no weights
-    RoleModel(model, mesh, training)  the same, tensor-sharded
-    load_weights(model, ...)            parameters and buffers with values, in place of empty ones
-
-`load_weights` reads regions of mapped safetensors files. With `model.from_scratch` it draws values
-by the seed and the module's name, so that every layout draws the same.
+empty_model(config)                 names and shapes on the meta device, no weights
+RoleModel(model, mesh, training)    the same, tensor-sharded
+load_weights(model, ...)            parameters and buffers with values, in place of empty ones
 """
 
 from __future__ import annotations
@@ -45,15 +42,13 @@ from megarl.trainer.weights import (
 
 
 def without_dropout(config: transformers.PretrainedConfig) -> transformers.PretrainedConfig:
-    """Set every dropout probability to 0, in place: with dropout, log-probs would differ from the
+    """Set every dropout probability to 0, in place: with it, log-probs would differ from the
     engine's.
     """
-    for section in {
-        id(section): section for section in (config, config.get_text_config())
-    }.values():
-        for name, value in vars(section).items():
+    for each in {id(each): each for each in (config, config.get_text_config())}.values():
+        for name, value in vars(each).items():
             if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
-                setattr(section, name, 0.0)
+                setattr(each, name, 0.0)
     return config
 
 
@@ -85,8 +80,8 @@ def empty_model(config: ModelConfig) -> PreTrainedModel:
 def check_weights(
     config: ModelConfig, head: HeadName = "logprobs", *, needs_score: bool = False
 ) -> None:
-    """Raise `ValueError`, naming the tensor or file, as `open_weights` and `init_buffers` do. Only
-    headers are read; nothing is checked for a hub name that is not downloaded yet.
+    """Raise `ValueError` as `open_weights` and `init_buffers`, from headers alone; nothing is
+    checked for a hub name that is not downloaded yet.
     """
     if config.from_scratch or Path(config.path).is_dir() or is_downloaded(config.path):
         weights = open_weights(config, seed=0, head=head, needs_score=needs_score)
@@ -96,10 +91,10 @@ def check_weights(
 def open_weights(
     config: ModelConfig, *, seed: int, head: HeadName = "logprobs", needs_score: bool = False
 ) -> Weights:
-    """The model's whole tensors, from the checkpoint of `config` (a hub name is downloaded), or
-    with `from_scratch` drawn from `seed`. A scoring `head` takes the `score` of a sequence
-    classifier with one label, else 0. Raises `ValueError` if the checkpoint has other tensors than
-    its config.json asks for, is not supported, or has no score head despite `needs_score`.
+    """The model's whole tensors, from the checkpoint of `config`, or with `from_scratch` drawn from
+    `seed`. A scoring `head` takes the `score` of a sequence classifier with one label, else 0.
+    Raises `ValueError` if the checkpoint has other tensors than its config.json asks for, is not
+    supported, or has no score head despite `needs_score`.
     """
     whole = empty_model(config)
     refuse_unsupported(whole.config)
@@ -150,7 +145,7 @@ class Part:
 
     def owned(self, name: str, shape: tuple[int, ...]) -> Owned:
         """Which rectangles of tensor `name`, of whole shape `shape`, this rank keeps, and where
-        they are in its flat part (the buffer `name`). Dimensions after the first are columns.
+        they are in its flat part. Dimensions after the first are columns.
         """
         owned = Owned()
         owned.add(name, shard_box(name, shape, self.shards.get(name), self.tensor_rank), name)
@@ -165,9 +160,7 @@ class Part:
         dtype: torch.dtype,
         device: torch.device,
     ) -> torch.Tensor:
-        """This rank's part of tensor `name`, of whole shape `shape`, as a new flat tensor. A slice
-        is padded with zeros to the longest slice.
-        """
+        """This rank's part of a tensor, flat; a slice is padded with zeros to the longest."""
         owned, whole = self.owned(name, shape), matrix(shape)
         size = owned.sizes[name]
         if self.slices > 1:
@@ -199,10 +192,10 @@ def load_weights(
     device: torch.device,
     make: MakeParameter = _plain,
 ) -> None:
-    """Give every parameter and buffer of `model`, which is on the meta device and tensor-sharded,
-    its values on `device`, in place. Parameters are converted to `dtype`; buffers keep theirs,
-    since rotary frequencies must not be rounded. Ties, hooks and attributes stay. `make`: under
-    ZeRO 3 a `megarl.trainer.build.Partitioner`. Raises `ValueError` for a buffer without a value.
+    """Give every parameter and buffer of `model`, on the meta device and tensor-sharded, its
+    values, in place. Parameters are converted to `dtype`; buffers keep theirs, since rotary
+    frequencies must not be rounded. Ties, hooks and attributes stay. `make`: under ZeRO 3 a
+    `Partitioner`. Raises `ValueError` for a buffer without a value.
     """
     init_buffers(model, weights, device)
     shapes, parameters = whole_shapes(model, dict(part.shards)), {}
@@ -250,9 +243,8 @@ def generation_config(config: ModelConfig) -> bytes | None:
 def load_model(
     config: ModelConfig, *, dtype: torch.dtype, seed: int, head: HeadName = "logprobs"
 ) -> PreTrainedModel:
-    """A whole causal language model on the CPU, or with a scoring `head` one with a score head, for
-    single-process tools and AutoTP. Raises `ValueError` if the checkpoint does not fit its
-    config.json.
+    """A whole model on the CPU, for single-process tools and AutoTP. Raises `ValueError` as
+    `open_weights`.
     """
     weights, model = open_weights(config, seed=seed, head=head), empty_model(config)
     if head in SCORING:

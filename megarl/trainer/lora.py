@@ -2,14 +2,14 @@
 
     y = W x + b + (alpha / rank) B A x        W [N, K] frozen, A [rank, K] and B [N, rank] trained
 
-A starts random and B at 0. Over t tensor-parallel ranks an adapter is cut as its layer is:
+Over t tensor-parallel ranks an adapter is cut as its layer is:
 
     layer     A              B
     column    whole          [N / t, rank]
     row       [rank, K / t]  whole
     shared    whole          whole, of which a rank uses its rows
 
-The parameters are named as in PEFT: `LAYER.lora_A.weight` and `LAYER.lora_B.weight`.
+Parameters are named as in PEFT: `LAYER.lora_A.weight` and `LAYER.lora_B.weight`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     parameters, layout, ZeRO stage --role_memory--> Memory of the rank that needs most
     parameters, tensor           --engine_memory--> bytes of an engine's weights on a GPU
 
-Bytes of one parameter; they are divided over data x sequence ranks from a ZeRO stage on
+Bytes of one parameter, and the ZeRO stage that divides them over data x sequence ranks
 (arXiv:1910.02054):
 
     part                            float32   16 bit     divided from ZeRO
@@ -13,9 +13,8 @@ Bytes of one parameter; they are divided over data x sequence ranks from a ZeRO 
     optimizer: master weights       4, or 0   4          1
     optimizer: AdamW's two moments  8         8          1
 
-With `training.offload_optimizer` the optimizer's are in the host's memory, and so are gradients
-with `training.offload_gradients: micro_batch`. In float32 only ZeRO has master weights. Not
-counted: working memory (`working_memory.py`), key-value caches.
+In float32 only ZeRO has master weights. Not counted: working memory (`working_memory.py`),
+key-value caches.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ class SizedParameter:
 
 
 def sized_parameters(config: ModelConfig, tensor: int) -> list[SizedParameter]:
-    """The parameters of `config.path` as `tensor` tensor-parallel ranks split them, from
-    config.json alone. Raises `ValueError` if the model cannot be built or split.
+    """The parameters of `config.path` as `tensor` tensor-parallel ranks split them. Raises
+    `ValueError` if the model cannot be built or split.
     """
     # Imported here: the modules of transformers take seconds.
     from megarl.trainer.loading import empty_model
@@ -85,7 +84,7 @@ class Memory:
 
 
 def with_head(parameters: Sequence[SizedParameter], head: str) -> list[SizedParameter]:
-    """The parameters of a model with the head `head`, from those of a causal language model."""
+    """The parameters of a model with `head`, from those of a language model."""
     if head == "logprobs":
         return [*parameters]
     kept = [parameter for parameter in parameters if parameter.name != OUTPUT_HEAD]
@@ -105,8 +104,8 @@ def role_memory(
     *,
     trains: bool,
 ) -> Memory:
-    """Bytes on the rank that needs most, for one model of a run. A frozen model has weights only,
-    with LoRA only if `training.lora.adapter` names an adapter.
+    """Bytes on the rank that needs most. A frozen model has weights only, with LoRA only if
+    `training.lora.adapter` names an adapter.
     """
     stage, sharing = training.zero_stage, layout.data * layout.sequence
     lora = training.lora if trains or training.lora.adapter else LoraConfig()
@@ -145,9 +144,8 @@ def host_memory(trained: Sequence[int], layout: Layout, training: TrainingConfig
     `trained_elements`.
 
     Counted are master weights, moments and the gradients that the optimizer takes; under ZeRO 1 and
-    2 also updated weights and a buffer for the largest parameter; with `training.offload_gradients:
-    micro_batch` also the sums of gradients. torch rounds pinned memory up to a power of two: all
-    but the moments and, under ZeRO 3, the master weights.
+    2 also updated weights and a buffer for the largest parameter. torch rounds pinned memory up to
+    a power of two: all but the moments and, under ZeRO 3, the master weights.
     """
     parts = [-(-size // (layout.data * layout.sequence)) for size in trained]
     if training.zero_stage == 3:
@@ -162,9 +160,7 @@ def host_memory(trained: Sequence[int], layout: Layout, training: TrainingConfig
 
 
 def sub_groups(parts: Sequence[int]) -> list[int]:
-    """Elements of each of ZeRO 3's groups of parameters, by this rank's elements of each trained
-    one.
-    """
+    """Elements of each of ZeRO 3's groups of parameters."""
     groups = [0]
     for size in parts:
         if groups[-1] >= SUB_GROUP_ELEMENTS:
@@ -179,9 +175,7 @@ def power_of_two(size: int) -> int:
 
 
 def engine_memory(parameters: Sequence[SizedParameter], tensor: int, dtype: str) -> int:
-    """About the bytes of weights on each of an engine's `tensor` GPUs: matrices are split
-    evenly.
-    """
+    """About the bytes of weights on each of an engine's `tensor` GPUs."""
     sizes = [
         num_elements(parameter.shape) / (tensor if len(parameter.shape) > 1 else 1)
         for parameter in parameters
@@ -190,7 +184,7 @@ def engine_memory(parameters: Sequence[SizedParameter], tensor: int, dtype: str)
 
 
 def _adapter(parameter: SizedParameter, lora: LoraConfig) -> list[int]:
-    """Elements of A and B of a parameter's LoRA adapter on one rank, if it has one."""
+    """Elements of A and B of a parameter's LoRA adapter on one rank."""
     layer = parameter.name.removesuffix(".weight").rpartition(".")[2]
     is_linear = (
         len(parameter.shape) == 2

@@ -5,11 +5,11 @@
     handover.reload()                        # the same tensors, on the device again
 
 Storages are set to 0 bytes and later back to their size, as FSDP does, so every view that DeepSpeed
-keeps of a storage stays valid. DeepSpeed's own `offload_states` works with ZeRO 2 only: bf16 ZeRO 1
-has no such method, and ZeRO 3 refuses every optimizer but `FusedAdam`.
+keeps stays valid. Its own `offload_states` works with ZeRO 2 only: bf16 ZeRO 1 has no such method,
+and ZeRO 3 refuses every optimizer but `FusedAdam`.
 
-Gradients and reduction buffers hold nothing between two optimizer steps, and are freed without a
-copy. The weights stay, since they are sent to the engines.
+Gradients and reduction buffers are freed without a copy: between two optimizer steps they hold
+nothing.
 """
 
 from __future__ import annotations
@@ -174,10 +174,7 @@ def optimizer_state(optimizer: Any) -> Iterator[torch.Tensor]:
     # ZeRO 3 shows them to the inner optimizer only while it steps.
     tensors += getattr(optimizer, "fp32_partitioned_groups_flat", [])
     for parameter, state in inner.state.items():
-        tensors += [
-            parameter,
-            *(moment for moment in state.values() if isinstance(moment, torch.Tensor)),
-        ]
+        tensors += [parameter, *filter(torch.is_tensor, state.values())]
     for tensor in tensors:
         if id(tensor) not in seen:
             seen.add(id(tensor))

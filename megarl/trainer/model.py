@@ -120,9 +120,7 @@ class RoleModel(nn.Module):
             return ""
         whole = whole_shapes(self.model, self.shards)
         count = {name: math.prod(shape) for name, shape in whole.items()}
-        needed = {
-            name for name, parameter in self.model.named_parameters() if parameter.requires_grad
-        }
+        needed = {name for name, p in self.model.named_parameters() if p.requires_grad}
         trained, frozen = (sum(count[n] for n in count if (n in needed) == yes) for yes in (1, 0))
         return f"{trained:,} parameters beside {frozen:,} frozen ones ({trained / frozen:.1%})"
 

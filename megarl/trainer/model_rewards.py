@@ -30,8 +30,8 @@ class RewardModels:
     def scores(
         self, batch: StepBatch | None, packed: Sequence[Sequence[MicroBatch]]
     ) -> dict[str, Column]:
-        """Each reward model's column over `batch`, with each sample's score at its last token and 0
-        elsewhere. Ranks outside the policy pass None and [] and get empty lists.
+        """Each reward model's column over `batch`, with each sample's score at its last token.
+        Ranks outside the policy pass None and [] and get empty lists.
         """
         return {
             name: scorer.score(batch, packed, temperature=1.0)

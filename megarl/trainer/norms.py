@@ -1,7 +1,5 @@
-"""RMSNorm of a transformers model by torch's own function, for `training.norms: torch`.
-
-transformers writes RMSNorm as five operations over all states; `torch.nn.functional.rms_norm` is
-one kernel, which rounds once. A layer's formula is found by trying, not by its name: some models
+"""RMSNorm of a transformers model by torch's own function, for `training.norms: torch`: one kernel,
+which rounds once, instead of five operations. A layer's formula is found by trying: some models
 scale by `weight`, others by `1 + weight`.
 """
 
@@ -24,9 +22,8 @@ TRIED_TOLERANCE = 1e-5
 
 
 def use_torch_norms(model: nn.Module) -> int:
-    """Make every layer whose class is named ...RMSNorm compute by `torch.nn.functional.rms_norm`,
-    in place; returns their number. `model` may be on the meta device. Raises `ValueError` for a
-    layer with another formula.
+    """Make every layer whose class is named ...RMSNorm compute by torch, in place; returns their
+    number. `model` may be on the meta device. Raises `ValueError` for another formula.
     """
     layers = [layer for layer in model.modules() if type(layer).__name__.endswith("RMSNorm")]
     for layer in layers:
@@ -59,7 +56,7 @@ def _formula(layer: nn.Module) -> tuple[float, float]:
 
 @torch.no_grad()
 def _computes(layer: nn.Module, eps: float, offset: float) -> bool:
-    """Whether `layer` computes what `_norm` does, of random states and a random weight."""
+    """Whether `layer` computes what `_norm` does."""
     draw = torch.Generator().manual_seed(0)
     tried = copy.copy(layer)
     size = layer.weight.shape

@@ -45,9 +45,7 @@ def resolved(config: AnyConfig, say: Callable[[str], object]) -> AnyConfig:
 def refuse_different(chosen: Sequence[str]) -> None:
     """Raise `UserError` unless all ranks have the same precision; `chosen` is by rank."""
     if len(set(chosen)) > 1:
-        ranks = ", ".join(
-            f"{precision} on rank {chosen.index(precision)}" for precision in sorted(set(chosen))
-        )
+        ranks = ", ".join(f"{name} on rank {chosen.index(name)}" for name in sorted(set(chosen)))
         raise UserError(
             f"training.precision auto is {ranks}, because their processors or GPUs differ; set"
             " training.precision to one of them"

@@ -169,10 +169,6 @@ def saved_tokens(starts: Sequence[int], parents: Sequence[int], begins: Sequence
     own for each document that no other continues from its end. Arguments: as in `Tree`.
     """
     ends = np.asarray(begins) + np.diff(starts)
-    inner = {
-        parent
-        for parent, at in zip(parents, begins, strict=True)
-        if parent >= 0 and at == ends[parent]
-    }
+    inner = {up for up, at in zip(parents, begins, strict=True) if up >= 0 and at == ends[up]}
     lengths = np.diff(starts).tolist()
     return sum(-lengths[number] if number in inner else at for number, at in enumerate(begins))

@@ -1,7 +1,5 @@
 """Which ranks each model of a run (policy, reference, critic, ...) has, and its layout there, from
 the recipe alone.
-
-recipe, number of ranks --role_places--> {"policy": RolePlace, "critic": RolePlace, ...}
 """
 
 from __future__ import annotations
@@ -103,8 +101,8 @@ def role_training(config: RunConfig, name: str) -> TrainingConfig:
 
 
 def policy_as_reference(config: RunConfig) -> bool:
-    """Whether the reference is the policy with its LoRA adapters off or as at the start, so that no
-    second model is loaded: with LoRA, if the section `reference` sets nothing but `lora`.
+    """Whether the reference is the policy with its LoRA adapters off or as at the start: with LoRA,
+    if the section `reference` sets nothing but `lora`.
     """
     alone = replace(config.reference, lora="start") == ReferenceRoleConfig()
     return config.training.lora.is_on and alone

@@ -155,11 +155,7 @@ def _refuse_forgotten(work: _Work, plan: Mapping[str, str]) -> None:
                 continue
             name = f"{owner}.{path}" if path else owner
             owned = [name for name, _ in layer.named_parameters(recurse=False)]
-            owned = [
-                parameter_name
-                for parameter_name in owned
-                if f"{name}.{parameter_name}" not in work.shards
-            ]
+            owned = [own for own in owned if f"{name}.{own}" not in work.shards]
             if owned and pattern(name) not in plan:
                 raise ValueError(
                     f"the model's tp_plan cuts layers of {owner}, but does not say what becomes of"

@@ -95,10 +95,7 @@ def step_advantages(
         critics={name[1:]: critic_values for name, critic_values in values.items() if name},
     )
     # Before the advantage, which may be the user's own and change its arguments.
-    results = {
-        "returns" + name: value_targets(step, critic_values, algorithm)
-        for name, critic_values in values.items()
-    }
+    results = {"returns" + name: value_targets(step, v, algorithm) for name, v in values.items()}
     results["advantages"] = function(step, algorithm)
     batch.metrics.update({f"own/{name}": float(value) for name, value in step.metrics.items()})
     lengths = [len(mask) for mask in masks]

@@ -58,15 +58,13 @@ class Teacher:
         self._column = []
         if self.transfer.is_shared:
             return
-        received, role = self.transfer.send(batch, packed), self.transfer.role
-        column = (
-            [] if role is None or received is None else role.score(received.batch, received.packed)
-        )
+        own, role = self.transfer.send(batch, packed), self.transfer.role
+        column = [] if role is None or own is None else role.score(own.batch, own.packed)
         self._column = self.transfer.to_policy(column, width=(self.width,), dtype=self.dtype)
 
     def soft_targets(self, number: int, micro: MicroBatch) -> SoftTargets:
-        """The distributions at the trained tokens of `micro`, of mini-batch `number` of the step.
-        For the policy's ranks; collective over those that share the packed sequence.
+        """The distributions at the trained tokens of `micro`, of mini-batch `number`. Collective
+        over the policy's ranks that share the packed sequence.
         """
         assert self.weight is not None, "this rank has no part of the policy"
         if self.transfer.is_shared:

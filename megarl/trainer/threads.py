@@ -1,7 +1,7 @@
 """CPU threads of trainers and engines, where a recipe leaves their `num_threads` at 0.
 
-The cores are divided among the processes that compute at the same time. With
-`rollout.max_staleness: 0` trainer and engines take turns; otherwise each has half of the cores.
+With `rollout.max_staleness: 0` trainer and engines take turns; otherwise each has half of the
+cores.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ period}"""
 
 
 def cores() -> int:
-    """CPU cores that this process may use, at least 1: by affinity and its container's quota,
-    rounded up.
-    """
+    """CPU cores that this process may use, by affinity and its container's quota, rounded up."""
     count = len(os.sched_getaffinity(0))
     for version, folder in control_groups("cpu"):
         with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
@@ -51,18 +49,16 @@ def trainer_threads(config: AnyConfig) -> int:
 
 
 def engine_threads(config: RunConfig, *, trains: bool = True) -> int:
-    """Threads for each rank of an inference engine; engines are spread evenly over the hosts.
-    `trains`: a trainer computes beside them.
+    """Threads for each rank of an engine, of which hosts have equal numbers. `trains`: a trainer
+    computes beside them.
     """
     hosts = launcher.num_ranks() // launcher.ranks_per_host()
-    engine_ranks = -(-config.rollout.num_engines * config.rollout.engine.tensor // hosts)
-    return config.rollout.engine.num_threads or shared(
-        (_overlap(config) if trains else 1) * engine_ranks
-    )
+    ranks = -(-config.rollout.num_engines * config.rollout.engine.tensor // hosts)
+    return config.rollout.engine.num_threads or shared((_overlap(config) if trains else 1) * ranks)
 
 
 def process_threads(config: AnyConfig | ServeRewardConfig) -> int:
-    """Threads for the process that runs a command; a reward server has all cores."""
+    """Threads for a command; a reward server has all cores."""
     if isinstance(config, ServeRewardConfig):
         return shared(1)
     return trainer_threads(config)

@@ -212,18 +212,16 @@ class BatchTransfer:
 
     def _describe(self, parts: Sequence[Samples]) -> _Plan:
         """The plan of a step's transfers, on every rank the same but for `order`."""
-        own_facts: list[_Fact] = []
-        for mini_batch, samples in enumerate(parts):
+        facts_here: list[_Fact] = []
+        for index, samples in enumerate(parts):
             columns = (samples.ids, samples.lengths, _chosen(samples), samples.prompts)
             columns = (*columns, computed_lengths(samples))
             rows = zip(*(column.tolist() for column in columns), strict=True)
             for n, (name, length, tokens, prompt, computed) in enumerate(rows):
                 branches = tuple((first, last) for first, last in samples.branches_of(n).tolist())
-                own_facts.append(
-                    _Fact(name, length, tokens, prompt, computed, branches, mini_batch)
-                )
+                facts_here.append(_Fact(name, length, tokens, prompt, computed, branches, index))
         own = self._beginnings(parts)
-        reports = gather_objects((own_facts, bool(own)), self.everyone)
+        reports = gather_objects((facts_here, bool(own)), self.everyone)
         facts: dict[int, _Fact] = {}
         holders: dict[int, list[int]] = {}
         leading: dict[int, np.ndarray] = {}

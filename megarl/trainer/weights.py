@@ -29,15 +29,15 @@ from megarl.checkpoints.store import (
 )
 
 RECOMPUTED = "rotary_emb.inv_freq"
-"""Suffix of a buffer that old checkpoints store; every model recomputes it."""
+"""Suffix of a buffer that old checkpoints store and models recompute."""
 
 
 class Weights(Protocol):
     """A source of a model's whole tensors by Hugging Face name."""
 
     def flat(self, name: str) -> torch.Tensor:
-        """The whole tensor as a flat CPU tensor in the source's dtype. It must not be changed, and
-        is valid until the next call.
+        """The whole tensor, flat on the CPU in the source's dtype, not to be changed, and valid
+        until the next call.
         """
         ...
 
@@ -50,9 +50,8 @@ class CheckpointWeights:
     """The tensors of a Hugging Face checkpoint in safetensors format, memory-mapped."""
 
     def __init__(self, path: str, model: PreTrainedModel) -> None:
-        """`path`: a folder, or a hub name, which is downloaded. `model`: the whole model on the
-        meta device. Raises `ValueError`, naming the tensor or file, unless the checkpoint has
-        exactly its tensors.
+        """`path`: a folder, or a hub name, which is downloaded. `model`: on the meta device. Raises
+        `ValueError`, naming the tensor or file, unless the checkpoint has exactly its tensors.
         """
         self.folder = _folder(path)
         self.store = open_whole(self.folder)
@@ -66,9 +65,7 @@ class CheckpointWeights:
 
 
 class OtherTensors:
-    """The tensors that `made(name)` returns, of any shape; where it returns None, those of
-    `weights`.
-    """
+    """The tensors that `made(name)` returns, of any shape, or else those of `weights`."""
 
     def __init__(self, weights: Weights, made: Callable[[str], torch.Tensor | None]) -> None:
         self.weights, self.made = weights, made
@@ -100,7 +97,7 @@ def is_downloaded(name: str) -> bool:
 
 
 def _folder(path: str) -> Path:
-    """The model's folder; a hub name is downloaded first. Raises `ValueError` without safetensors
+    """The model's folder; a hub name is downloaded. Raises `ValueError` without safetensors
     weights.
     """
     folder = Path(path)
@@ -124,9 +121,7 @@ def _folder(path: str) -> Path:
 
 
 def weight_files(path: str) -> list[Path]:
-    """The model's safetensors files, sorted by name; a hub model is downloaded first. Raises
-    `ValueError` if it has none.
-    """
+    """The model's safetensors files, sorted by name. Raises `ValueError` as `_folder`."""
     folder = _folder(path)
     if not (folder / INDEX).exists():
         return [folder / WHOLE]
@@ -137,24 +132,20 @@ def weight_files(path: str) -> list[Path]:
 @functools.cache
 def base_digest(path: str) -> str:
     """XXH3-128 digest, in hexadecimal, of the weights at `path`, a folder or hub name: of names,
-    shapes, dtypes and 512 elements of all tensors. A LoRA adapter is stored with its base model's.
+    shapes, dtypes and 512 elements. A LoRA adapter is stored with its base model's.
     """
     return sampled_digest(open_whole(_folder(path)))
 
 
 def shape_of(path: str, name: str) -> tuple[int, ...] | None:
-    """Shape of a tensor of the checkpoint at `path`, if it has one of that name; only headers are
-    read.
-    """
+    """Shape of a tensor of the checkpoint, if it has it; only headers are read."""
     return open_whole(_folder(path)).shapes.get(name)
 
 
 def _stored_names(model: PreTrainedModel, store: Store, folder: Path) -> dict[str, str]:
-    """{name in the model: name in the checkpoint} of parameters and persistent buffers.
-
-    They differ where transformers renames at loading: `embed_out` of GPT-NeoX is its `lm_head`, and
-    a base model's checkpoint lacks the prefix (`model.`, `transformer.`). Of tied parameters, one
-    name is enough.
+    """{name in the model: name in the checkpoint} of parameters and persistent buffers; of tied
+    parameters, one name is enough. transformers renames at loading: `embed_out` of GPT-NeoX is its
+    `lm_head`, and a base model's checkpoint lacks the prefix (`model.`, `transformer.`).
     """
     state = model.state_dict()
     names = {name: name for name in state} | renamed(model, store.shapes, folder)
@@ -186,9 +177,8 @@ def _stored_names(model: PreTrainedModel, store: Store, folder: Path) -> dict[st
 
 
 def renamed(model: PreTrainedModel, stored: Iterable[str], folder: Path) -> dict[str, str]:
-    """{name in the model: name among `stored`} of the tensors that transformers renames at loading;
-    an unchanged name has precedence. Raises `ValueError` for tensors that transformers joins or
-    splits.
+    """{name in the model: name among `stored`} where transformers renames at loading. Raises
+    `ValueError` for tensors that it joins or splits.
     """
     state, stored = model.state_dict(), set(stored)
     renamings, converters = _conversions(model)
@@ -211,9 +201,7 @@ def exported_names(model: PreTrainedModel) -> dict[str, str]:
     name, for readers of the published names.
     """
     renamings = reversed(_conversions(model)[0])
-    back: Any = [
-        renaming.reverse_transform() for renaming in renamings if type(renaming) is WeightRenaming
-    ]
+    back: Any = [r.reverse_transform() for r in renamings if type(r) is WeightRenaming]
     state = model.state_dict()
     names = {name: rename_source_key(name, back, [], reverse=True)[0] for name in state}
     stored = renamed(model, names.values(), Path(model.name_or_path or ""))
@@ -228,11 +216,10 @@ def _conversions(model: PreTrainedModel) -> tuple[list[WeightRenaming], list[Wei
 
 
 class RandomWeights:
-    """A model's parameters by its own random initialisation, in float32, drawn one module at a
-    time.
+    """A model's own random initialisation, in float32, drawn one module at a time.
 
     Each module has its own generator, seeded by `seed` and its name, so a tensor does not depend on
-    which others are drawn. A rank draws whole tensors, also where it owns only a part.
+    which others are drawn.
     """
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
@@ -274,8 +261,8 @@ class RandomWeights:
 
 
 def initialise_module(model: PreTrainedModel, owner: str) -> None:
-    """Run the model's own initialisation (`_init_weights` of transformers) on the module `owner`,
-    in place, by torch's global generator.
+    """Run the model's `_init_weights` on the module `owner`, in place, by torch's global
+    generator.
     """
     path, belongs_to = "", model
     for step in owner.split("."):
@@ -288,11 +275,9 @@ def initialise_module(model: PreTrainedModel, owner: str) -> None:
 
 @torch.no_grad()
 def init_buffers(model: PreTrainedModel, weights: Weights, device: torch.device) -> None:
-    """Set the buffers of `model`, in place, on `device`, as `from_pretrained` does: from `weights`
-    if stored there, else by the model's initialisation.
-
-    Call it while the parameters are on the meta device: a module's initialisation sets them too.
-    Raises `ValueError` for a buffer that neither source provides.
+    """Set the buffers of `model`, in place, on `device`: from `weights` if stored there, else by
+    its own initialisation, which sets parameters too: they must be on the meta device. Raises
+    `ValueError` for a buffer that neither source provides.
     """
     for owner, module in model.named_modules():
         buffers = dict(module.named_buffers(recurse=False))

@@ -22,8 +22,8 @@ RUNTIME_BYTES = 2 * 2**30
 
 
 def kept_memory(parameters: Sequence[SizedParameter], layout: Layout, config: RunConfig) -> int:
-    """Bytes that the policy, of these parameters, keeps on each GPU while engines use the rest:
-    weights, what ZeRO 3 gathers, two buckets of weight sync, digests, CUDA and NCCL.
+    """Bytes that the policy keeps on each GPU while engines use the rest: weights, what ZeRO 3
+    gathers, two buckets of weight sync, digests, CUDA and NCCL.
     """
     training, bucket = config.training, config.weight_sync.bucket_bytes or BUCKET_BYTES["cuda"]
     weights = role_memory(parameters, layout, training, trains=True).weights
@@ -32,8 +32,8 @@ def kept_memory(parameters: Sequence[SizedParameter], layout: Layout, config: Ru
 
 
 def most_share(kept: int, gpu_bytes: float) -> float:
-    """The largest `rollout.engine.gpu_memory_utilization`, rounded down to hundredths, with which
-    an engine fits on a GPU beside the policy; not above 0 if none does.
+    """The largest `rollout.engine.gpu_memory_utilization`, rounded down to hundredths, beside the
+    policy; not above 0 if no engine fits.
     """
     return int(100 * (1 - kept / gpu_bytes)) / 100
 

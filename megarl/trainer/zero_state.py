@@ -8,8 +8,8 @@ as parts of whole parameters that a run of any layout and ZeRO stage can read.
 
 A part is what DeepSpeed keeps on the rank: under ZeRO 0 its tensor-parallel shard, under ZeRO 1 and
 2 what is in its share of all parameters in a row, under ZeRO 3 its slice of the shard. What several
-ranks hold is written by the first. A reader finds its parts in all files by the plan that also
-moves weights between layouts. Weights are made of master weights, by rounding.
+ranks hold is written by the first. A reader finds its parts by the plan that also moves weights
+between layouts.
 """
 
 from __future__ import annotations
@@ -59,9 +59,8 @@ class TrainState:
         self._inner: Any = getattr(optimizer, "optimizer", optimizer)  # under ZeRO it is wrapped
 
     def write(self, folder: Path, files: RankFiles, about: Mapping[str, Any]) -> None:
-        """Add this rank's file, rank_NNNNN.safetensors in `folder`, to `files`; without ZeRO, most
-        data-parallel ranks have none. `about`: values of JSON's types for the header, which `read`
-        returns.
+        """Add this rank's file to `files`; without ZeRO, most data-parallel ranks have none.
+        `about`: values of JSON's types for the header, which `read` returns.
         """
         if self._stage == 0 and self._mesh.gradient.rank > 0:
             return
@@ -152,13 +151,11 @@ class TrainState:
         """
         if slot == MASTER:
             return {name: share.of(share.flat) for name, share in parts.items()}
+        states = self._inner.state
         for share in parts.values():
-            state = self._inner.state[share.flat]
-            if slot not in state:
-                state[slot] = torch.zeros_like(share.flat.data)
-        return {
-            name: share.of(self._inner.state[share.flat][slot]) for name, share in parts.items()
-        }
+            if slot not in states[share.flat]:
+                states[share.flat][slot] = torch.zeros_like(share.flat.data)
+        return {name: share.of(states[share.flat][slot]) for name, share in parts.items()}
 
     def _own(self) -> Iterator[tuple[str, _OwnPart, list[Box]]]:
         """(name, share, boxes of the whole parameter) of what this rank holds."""
@@ -190,7 +187,7 @@ class TrainState:
         return _OwnPart(flat, held.start, local.start, held.numel)
 
     def _slice(self, parameter: Any) -> tuple[int, int, int]:
-        """(group, offset, length) of this rank's padded slice of a parameter under ZeRO 3."""
+        """(group, offset, length) of this rank's padded slice under ZeRO 3."""
         optimizer = self._optimizer
         return optimizer.grad_position[optimizer.get_param_id(parameter)]
 
