@@ -2,9 +2,8 @@
 `training.tensor_backend: autotp`.
 
 AutoTP is given the model, not the engine: `tensor_parallel.autotp_size` among DeepSpeed's settings
-would discard our mesh, and leave a frozen model, which has no engine, whole. Embedding and head
-stay whole on every rank. AutoTP cuts weights, so every rank loads the whole model on the host
-first.
+would discard our mesh, and leave a frozen model whole. Embedding and head stay whole. AutoTP cuts
+weights, so every rank loads the whole model on the host first.
 """
 
 from __future__ import annotations
@@ -86,8 +85,8 @@ def shards_of(model: nn.Module) -> dict[str, Shard]:
 
 
 def refuse_cut_parameters(model: PreTrainedModel, tensor: int) -> None:
-    """Raise `ValueError` if `model` has a parameter with an entry per attention head outside a
-    linear layer, such as sinks: AutoTP would split the heads, but not the parameter.
+    """Raise `ValueError` for a parameter with an entry per attention head outside a linear layer,
+    such as sinks: AutoTP would split the heads alone.
     """
     patterns = "|".join(
         re.escape(name).replace(r"\*", r"\d+") for name in (model.tp_plan if tensor > 1 else ())

@@ -37,8 +37,8 @@ class BranchPart(NamedTuple):
 
 
 def next_tokens(samples: Samples) -> tuple[np.ndarray, set[int]]:
-    """([T] int64 index of the token that each token predicts, or -1; numbers of the rows of
-    `samples.branches` whose first token is predicted by a copy of the token that it continues).
+    """([T] int64 index of the token that each one predicts, or -1; numbers of `samples.branches`
+    whose first token is predicted by a copy).
     """
     following = np.arange(1, len(samples.token_ids) + 1)
     following[samples.offsets[1:] - 1] = -1

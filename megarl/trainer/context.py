@@ -449,9 +449,9 @@ LOOKED_AT = 4096
 
 
 def steps_until_half_change(parts: Iterable[torch.Tensor], learning_rate: float) -> float:
-    """After how many optimizer steps half of the 16-bit weights can have changed; 0 without
-    weights. AdamW moves a master weight by about the learning rate; the 16-bit weight changes once
-    moves add up to half its spacing. `parts`: weights of one dtype; those of 0 do not count.
+    """After how many optimizer steps half of the 16-bit weights, all of one dtype, can have
+    changed; 0 without weights. AdamW moves a master weight by about the learning rate; the 16-bit
+    weight changes once moves add up to half its spacing. Weights of 0 do not count.
     """
     parts = list(parts)
     chosen = [tensor.view(-1)[:: max(1, tensor.numel() // LOOKED_AT)] for tensor in parts]

@@ -111,7 +111,6 @@ class Distillation:
         return loss
 
     def _report(self, metrics: StepMetrics, *, num_mini_batches: int) -> dict[str, float]:
-        """A step's metrics over all ranks, as for metrics.jsonl."""
         value = metrics.reduce(self.policy.mesh.gradient)
         tokens = max(value["tokens"], 1.0)
         report = {"loss": value["loss"] / max(1, num_mini_batches)}

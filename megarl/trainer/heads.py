@@ -77,9 +77,9 @@ class LogProbHead(nn.Linear):
         logits divided by `temperature`. Collective over tensor-parallel ranks.
 
         With `soft_targets` to (divergences, entropies, log-probs, the teacher's log-probs), [M]
-        each, at the divergence's temperature; only divergences have gradients, none for the
-        teacher. Raises `AssertionError` if the model caps or scales its logits. Results are
-        float32, or float64 for float64 inputs.
+        each, at the divergence's temperature, where only divergences have gradients. Raises
+        `AssertionError` if the model caps or scales its logits. Results are float32, or float64 for
+        float64 inputs.
         """
         if soft_targets is None:
             return linear_logprobs(

@@ -14,8 +14,8 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 
 INITIAL_POWER = 12
-"""Of 2: the first scale, at which gradients up to 16 fit. The largest element of SmolLM2's gradient
-of a mean log-prob is 2 for 133 tokens of English, and 11 for 64 random tokens."""
+"""Of 2: the first scale, at which gradients up to 16 fit. SmolLM2's largest, of a mean log-prob, is
+2 for 133 tokens of English, and 11 for 64 random tokens."""
 WINDOW = 200
 """Optimizer steps without an overflow, after which it is doubled."""
 LEAST = 1

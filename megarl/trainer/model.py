@@ -62,8 +62,8 @@ class RoleModel(nn.Module):
     """A Hugging Face model with one of megarl's heads: returns the head's output for this rank's
     tokens of a packed micro-batch. Collective.
 
-    It is changed in place: sharded over tensor-parallel ranks, with LoRA adapters if `training` has
-    some, and with `.score` or no head in place of its output head.
+    It is changed in place: sharded over tensor-parallel ranks, with LoRA adapters, and with
+    `.score` or no head in place of its output head.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class RoleModel(nn.Module):
             self.shards = shard_with_autotp(model, mesh)
         else:
             self.shards = shard_model(model, mesh.tensor)
-        """{parameter name: shard} of the parameters of `model` of which this rank holds a part."""
+        """Of the parameters of `model` of which this rank holds a part."""
         self._inner = RingExchange(mesh.ulysses)
         self._outer = RingExchange(mesh.ring, mesh.ring_back)
         if head == "logprobs":

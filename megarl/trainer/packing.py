@@ -47,9 +47,7 @@ def pack(
     ids = np.where(tree.owners < 0, -1, samples.ids[tree.owners])
 
     def of_target(column: np.ndarray) -> np.ndarray:
-        """[T] by the samples' tokens -> [C] by computed tokens: of the token that each one
-        predicts, or 0.
-        """
+        """[T] by tokens -> [C] by computed tokens: of the one that each predicts, or 0."""
         return np.where(tree.targets < 0, 0, column[tree.targets])
 
     def tensor(column: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
@@ -146,8 +144,7 @@ PER_TOKEN = (
 
 class SequenceMean:
     """For each response token the mean (`mean(values)`) or sum (`mean.sum(values)`) of values [M]
-    over the response tokens of its sample, also over sequence-parallel ranks; differentiable.
-    Collective.
+    over its sample's response tokens, on all sequence-parallel ranks; differentiable. Collective.
     """
 
     def __init__(self, sample_ids: torch.Tensor, members: torch.Tensor, axis: Axis) -> None:

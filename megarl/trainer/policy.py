@@ -100,7 +100,6 @@ class PolicyGradient:
         return {"kl_coefficient": self.kl.coefficient} if self.kl.is_adaptive else {}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Take the KL coefficient of `state`, if it has one."""
         self.kl.restore(state.get("kl_coefficient", self.kl.coefficient))
 
     def train(

@@ -118,7 +118,7 @@ class Role:
 
     @property
     def windows(self) -> list[int | None]:
-        """Each layer's sliding window in tokens, or None."""
+        """See `RoleModel.windows`."""
         return self.engine.module.windows
 
     @property
@@ -155,10 +155,10 @@ class Role:
         temperature: float = 1.0,
         skip: int = 0,
     ) -> Column:
-        """A column over the samples of a step, without gradients. By head: log-probs at
-        `temperature`, the divisor of the logits; values; with "scalar" each sample's score, at its
-        last token; with "states" hidden states [T, H] in the model's dtype. The first `skip`
-        mini-batches stay 0. `packed`: what `pack_step` returned for `batch`.
+        """A column over a step's samples, without gradients. By head: log-probs at `temperature`,
+        the divisor of the logits; values; with "scalar" each sample's score, at its last token;
+        with "states" hidden states [T, H] in the model's dtype. The first `skip` mini-batches stay
+        0.
         """
         span_kind = "logprobs" if self.name == "policy" else "score"
         with activity(f"{self.head} of the {self.name}", kind=span_kind):

@@ -74,9 +74,8 @@ class _Plan:
     def split(
         self, order: Sequence[Sequence[int]], columns: Sequence[torch.Tensor]
     ) -> dict[int, torch.Tensor]:
-        """Cut columns into {number of a sample: [T, ...] values of its tokens}. `order`: for each
-        mini-batch, the numbers of the samples in `columns`, which is empty on ranks without
-        samples.
+        """{number of a sample: [T, ...] its part of `columns`}, which are empty on ranks without
+        samples. `order`: for each mini-batch, its samples' numbers.
         """
         values_of: dict[int, torch.Tensor] = {}
         for numbers, values in zip(order, columns, strict=True) if columns else ():

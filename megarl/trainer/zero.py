@@ -176,7 +176,6 @@ class TrainEngine:
         if trains or config.zero_stage == 3:
             self._engine = self._initialise(model)
         self.steps_done = 0
-        """Optimizer steps taken."""
 
     def _initialise(self, model: RoleModel) -> Any:
         config, optimizer = self.config, None
@@ -224,7 +223,6 @@ class TrainEngine:
             self._engine.step()
 
     def next_rate(self) -> float:
-        """Learning rate of the next optimizer step."""
         return learning_rate(
             self.config.schedule,
             self.config.optimizer.learning_rate,
