@@ -74,8 +74,8 @@ def optimizer_step(
     """Take an optimizer step on all micro-batches, as many on every rank. Returns (gradient norm
     before clipping, learning rate). Collective.
 
-    Without finite loss, gradients and watched values, weights, optimizer state and `metrics` stay,
-    and None is returned, or `UserError` raised if `guard` allows no further skipped step. In
+    If loss, gradients or a watched value is not finite, weights, optimizer state and `metrics`
+    stay; it returns None, or raises `UserError` if `guard` allows no further skipped step. In
     float16 the step is first computed again with smaller loss scales.
     """
     before, scale = metrics.mark(), role.engine.loss_scale
@@ -160,9 +160,7 @@ class StepMetrics:
 
     def agree(self, axis: Axis) -> None:
         """Give all ranks of `axis` the sums that some lack, from `add_own`. Collective."""
-        names = sorted(
-            {name for axis_names in gather_objects([*self._sums], axis) for name in axis_names}
-        )
+        names = sorted({name for own in gather_objects([*self._sums], axis) for name in own})
         zero = torch.zeros_like(next(iter(self._sums.values())))
         self._sums = {name: self._sums.get(name, zero) for name in names}
 
