@@ -1,8 +1,10 @@
 """Loading a Hugging Face model, sharded: each rank reads only the weights that it will own.
 
-empty_model(config)                 names and shapes on the meta device, no weights
-RoleModel(model, mesh, training)    the same, tensor-sharded
-load_weights(model, ...)            parameters and buffers with values, in place of empty ones
+    empty_model(config)                 names and shapes on the meta device, no weights
+    RoleModel(model, mesh, training)    the same, tensor-sharded
+    load_weights(model, ...)            parameters and buffers with values, in place of empty ones
+
+With `model.from_scratch` values are drawn by seed and module name, alike in every layout.
 """
 
 from __future__ import annotations
