@@ -35,13 +35,10 @@ def check_placement(
     started: bool = True,
     hosts: int = 1,
 ) -> None:
-    """Raise `ValueError`, with what to set, unless there are devices for all inference engines and
-    the configured transport can bring weights to them.
-
-    `num_policy_ranks`: ranks of the policy, whose GPUs colocated engines share. `num_ranks`: ranks
-    of the job. `shares_gpus`: trainer and engines both run on GPUs of this machine. `started`:
-    whether a launcher has started the ranks, so that the number of hosts is known; if not, `hosts`
-    gives the number.
+    """Raise `ValueError`, with what to set, unless there are devices for all engines, and the
+    configured transport can bring weights to them. `num_policy_ranks`: whose GPUs colocated engines
+    share. `shares_gpus`: trainer and engines both run on GPUs of this machine. `hosts`: their
+    number, if no launcher has `started` the ranks.
     """
     rollout, transport = config.rollout, config.weight_sync.transport
     colocated = rollout.placement == "colocated"
@@ -88,13 +85,11 @@ def check_placement(
 
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables with settings of torch's GPU allocator, as NAME:VALUE,NAME:VALUE."""
+"""With settings of torch's GPU allocator, as NAME:VALUE,NAME:VALUE."""
 
 
 def expandable_segments() -> str:
-    """Name of the environment variable that switches expandable segments of torch's GPU allocator
-    on; "" if none does.
-    """
+    """The environment variable that switches expandable segments on, or ""."""
     for variable in ALLOCATOR_VARIABLES:
         settings = os.environ.get(variable, "").lower().replace(" ", "").split(",")
         if "expandable_segments:true" in settings:
@@ -103,10 +98,8 @@ def expandable_segments() -> str:
 
 
 def check_engine_kind(kind: str, hf: transformers.PretrainedConfig) -> None:
-    """Raise `ValueError` if the inference engine `kind` (`rollout.engine.kind`) cannot be used.
-    vLLM must be installed, and support the model with the configuration `hf`. A class of the user's
-    own, named as FILE.py:CLASS, must have all async methods of
-    `megarl.engines.interface.InferenceEngine`.
+    """Raise `ValueError` if `rollout.engine.kind` cannot be used: vLLM must be installed and
+    support the model, an own class must have all async methods of `InferenceEngine`.
     """
     if not is_own(kind):
         require(
@@ -116,9 +109,9 @@ def check_engine_kind(kind: str, hf: transformers.PretrainedConfig) -> None:
         )
         check_engine_model(hf)
         return
-    found = function_of(kind, {}, "rollout.engine.kind", is_class=True)
-    wanted = [name for name, one in vars(InferenceEngine).items() if iscoroutinefunction(one)]
-    missing = [name for name in wanted if not iscoroutinefunction(getattr(found, name, None))]
+    engine = function_of(kind, {}, "rollout.engine.kind", is_class=True)
+    methods = [name for name, f in vars(InferenceEngine).items() if iscoroutinefunction(f)]
+    missing = [name for name in methods if not iscoroutinefunction(getattr(engine, name, None))]
     require(
         not missing,
         f"rollout.engine.kind {kind}: it has no `async def {' and no '.join(missing)}`; add them"
@@ -127,9 +120,7 @@ def check_engine_kind(kind: str, hf: transformers.PretrainedConfig) -> None:
 
 
 def check_engine_model(hf: transformers.PretrainedConfig) -> None:
-    """Raise `ValueError` for a model that vLLM would refuse, or would not generate text with. `hf`:
-    the model's transformers configuration.
-    """
+    """Raise `ValueError` for a model that vLLM would refuse, or would not generate text with."""
     names = hf.architectures or []
     require(
         not names or any(name.endswith("ForCausalLM") for name in names),
@@ -152,9 +143,8 @@ def check_engine_model(hf: transformers.PretrainedConfig) -> None:
 
 
 def check_engine_tensor(hf: transformers.PretrainedConfig, tensor: int) -> None:
-    """Raise `ValueError` if vLLM cannot split the attention of the model with the configuration
-    `hf` over `tensor` tensor-parallel ranks. What else does not fit is told as the parameter table
-    is recorded.
+    """Raise `ValueError` if vLLM cannot split the attention over `tensor` ranks. What else does not
+    fit is reported as the parameter table is recorded.
     """
     heads = hf.get_text_config().num_attention_heads
     require(
@@ -167,9 +157,8 @@ def check_engine_tensor(hf: transformers.PretrainedConfig, tensor: int) -> None:
 def check_gpu_share(
     config: RunConfig, parameters: Sequence[SizedParameter], layout: Layout, gpu_bytes: int
 ) -> None:
-    """Raise `ValueError`, with the largest possible setting, unless a GPU of `gpu_bytes` bytes has
-    room for a colocated inference engine (`rollout.engine.gpu_memory_utilization`) beside what the
-    policy keeps there. `parameters`: the policy's; `layout`: its degrees of parallelism.
+    """Raise `ValueError`, with the largest possible setting, unless a GPU of `gpu_bytes` has room
+    for a colocated engine beside what the policy keeps there.
     """
     share = config.rollout.engine.gpu_memory_utilization
     kept = kept_memory(parameters, layout, config)
@@ -192,10 +181,9 @@ def check_cache(
     engines: int = 1,
     fewer: str = "",
 ) -> None:
-    """Raise `ValueError` unless vLLM's CPU attention supports the model and the key-value caches of
-    `engines` inference engines fit in this machine's memory. `section`: the engines' section of the
-    recipe. `longest`: tokens of the longest request, which a single cache must hold. `shorter` and
-    `fewer`: names of the settings that lower `longest` and `engines`, for messages.
+    """Raise `ValueError` unless vLLM's CPU attention supports the model, and the key-value caches
+    of `engines` engines fit in memory, each at least a request of `longest` tokens. `section`: of
+    the engines. `shorter` and `fewer`: settings that lower `longest` and `engines`.
     """
     text = hf.get_text_config()
     width = head_width(text)

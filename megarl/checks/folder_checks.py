@@ -23,17 +23,16 @@ from megarl.system import signals
 from megarl.system.files import refuse_unfit
 
 RECIPE = "recipe.yaml"
-"""Name of the file in the run folder with every setting of its run."""
+"""The file in the run folder with every setting of its run."""
 
 MIN_FREE_BYTES = 64 * 2**20
-"""Minimum free disk space in bytes; with less, a run does not start."""
+"""With less free disk space, a run does not start."""
 
 
 def check_writable(folder: str, *, setting: str) -> None:
-    """Raise `ValueError` unless `folder` (absolute, or relative to the working directory) exists or
-    can be made, files can be written into it, and its disk has 64 MiB free. Also raised if the
-    folder holds a file under the name of a run's subfolder, or a folder under the name of a run's
-    file. `setting`: the setting that names the folder, for messages. Leaves nothing behind.
+    """Raise `ValueError` unless files can be written into `folder`, or into one made there, with 64
+    MiB free and no file or folder in the way of a run's. `setting`: for messages. Leaves nothing
+    behind.
     """
     existing = Path(folder).absolute()
     try:
@@ -67,9 +66,8 @@ def check_writable(folder: str, *, setting: str) -> None:
 
 
 def check_folder(folder: str, *, resume: bool) -> None:
-    """Raise `ValueError` if the run folder `folder` already has a run and `resume` is False, or if
-    nothing can be written there. A run that ended before its first step left nothing to keep and
-    does not count.
+    """Raise `ValueError` if the run folder holds a run and `resume` is False, or cannot be written.
+    A run that ended before its first step does not count.
     """
     path, holds_run, checkpoints = Path(folder), False, []
     with contextlib.suppress(OSError):  # said by check_writable
@@ -95,9 +93,7 @@ def check_folder(folder: str, *, resume: bool) -> None:
 
 
 def planned_steps(run: Path) -> int | None:
-    """The number of steps that the run in the run folder `run` was started for, by its recipe.yaml;
-    None where that file cannot be read or does not say.
-    """
+    """The `steps` of the recipe.yaml of the run folder, if it can be read and has some."""
     with contextlib.suppress(ValueError):
         steps = read_tree(run / RECIPE).get("steps")
         return steps if isinstance(steps, int) else None
@@ -105,8 +101,8 @@ def planned_steps(run: Path) -> int | None:
 
 
 def check_time_to_save(checkpoint: CheckpointConfig) -> None:
-    """Raise `ValueError` if torchrun, which has started this process, kills its ranks sooner after
-    a signal than they need to save a checkpoint (`checkpoint.save_within_s` plus 5 seconds).
+    """Raise `ValueError` if torchrun kills its ranks sooner after a signal than they need to
+    save.
     """
     waits_s = launcher.number(signals.SHUTDOWN, signals.SHUTDOWN_S)
     needs_s = math.ceil(checkpoint.save_within_s) + 5  # until the ranks have ended
@@ -119,12 +115,9 @@ def check_time_to_save(checkpoint: CheckpointConfig) -> None:
 
 @contextlib.contextmanager
 def owned_folder(config: AnyConfig, *, starts: bool) -> Iterator[lease.Lease | None]:
-    """A context manager in which this run owns its run folder, so that no other run writes there.
-    It gives on rank 0 the `Lease`, the object whose `problem()` says whether the run still owns the
-    folder, and None on other ranks. Raises `ValueError` if another run owns the folder, or if
-    nothing can be written there. With `starts` False nothing is owned and None is given: it only
-    raises `ValueError` if a living process of this machine owns the folder, without waiting for an
-    owner on another machine.
+    """A context in which this run owns its folder; gives the `Lease` on rank 0. Raises `ValueError`
+    if another run owns it, or nothing can be written there. With `starts` False it only raises
+    `ValueError` if a living process of this machine owns it.
     """
     if launcher.rank() != 0 or not starts:
         if not starts:
@@ -135,30 +128,28 @@ def owned_folder(config: AnyConfig, *, starts: bool) -> Iterator[lease.Lease | N
     check_writable(config.folder, setting="folder")
     patience_s = config.training.checkpoint.owner_timeout_s
     try:
-        taken = lease.take(Path(config.folder), patience_s=patience_s)
+        own = lease.take(Path(config.folder), patience_s=patience_s)
     except OSError as error:
         raise ValueError(
             f"folder is {config.folder}, but no file can be made there ({error}); set folder to a"
             " folder of your own"
         ) from None
     try:
-        yield taken
+        yield own
     finally:
-        taken.release()
+        own.release()
 
 
 def check_observe(config: ObserveConfig) -> None:
-    """Raise `ValueError` if a package is not installed that the configured metrics need:
-    tensorboard, wandb, mlflow or trackio.
-    """
-    for wanted, package, setting, off in (
+    """Raise `ValueError` if a package is missing that the configured metrics need."""
+    for is_set, package, setting, off in (
         (config.tensorboard, "tensorboard", "observe.tensorboard", "false"),
         (config.wandb_project, "wandb", "observe.wandb_project", '""'),
         (config.mlflow_experiment, "mlflow", "observe.mlflow_experiment", '""'),
         (config.trackio_project, "trackio", "observe.trackio_project", '""'),
     ):
         require(
-            not wanted or importlib.util.find_spec(package) is not None,
+            not is_set or importlib.util.find_spec(package) is not None,
             f"{setting} asks for the package {package}, which is not installed; `pip install"
             f" {package}`, or set {setting} to {off}",
         )

@@ -1,5 +1,5 @@
-"""Which ranks and layout the policy and each other model of a run use; refused where they do not
-fit the ranks, the model or the device.
+"""Ranks and layout of the policy and each other model, refused where they do not fit ranks, model
+or device.
 """
 
 from __future__ import annotations
@@ -41,31 +41,30 @@ from megarl.trainer.sharding import kv_heads, refuse_tensor, shard_model
 
 
 def check_layout(training: TrainingConfig, num_ranks: int) -> Layout:
-    """The degrees of data, sequence and tensor parallelism of `training.layout` for `num_ranks`
-    ranks. Raises `ValueError`, with what to set, if they do not fit that number, or contradict
-    other settings of sequence parallelism.
+    """The layout for `num_ranks` ranks. Raises `ValueError`, with what to set, if it does not fit
+    these, or other settings of sequence parallelism.
     """
-    wanted = training.layout
+    layout = training.layout
     require(
-        wanted.sequence % training.sequence.ulysses == 0,
+        layout.sequence % training.sequence.ulysses == 0,
         f"training.sequence.ulysses is {training.sequence.ulysses}, which does not divide"
-        f" training.layout.sequence = {wanted.sequence}; set it to a divisor",
+        f" training.layout.sequence = {layout.sequence}; set it to a divisor",
     )
     require(
-        wanted.sequence > 1 or training.sequence == SequenceConfig(block=training.sequence.block),
+        layout.sequence > 1 or training.sequence == SequenceConfig(block=training.sequence.block),
         "training.sequence has settings besides block, but training.layout.sequence is 1, where"
         " they do nothing; leave them out, or set training.layout.sequence above 1",
     )
     require(
-        wanted.sequence == 1
-        or training.sequence.ulysses < wanted.sequence
+        layout.sequence == 1
+        or training.sequence.ulysses < layout.sequence
         or training.sequence.transport == "auto",
         f"training.sequence.ulysses is {training.sequence.ulysses}, all of"
         " training.layout.sequence, so that nothing is left for transport"
         f" {training.sequence.transport!r}; leave the transport out, or lower ulysses",
     )
     return resolve(
-        data=wanted.data, sequence=wanted.sequence, tensor=wanted.tensor, num_ranks=num_ranks
+        data=layout.data, sequence=layout.sequence, tensor=layout.tensor, num_ranks=num_ranks
     )
 
 
@@ -75,11 +74,9 @@ def check_cut(
     hf: transformers.PretrainedConfig,
     head: HeadName = "logprobs",
 ) -> None:
-    """Check that the model of `config` can be trained in parallel as the settings say. Raises
-    `ValueError`, with the setting to change, if `training.layout` cannot shard it, its attention
-    cannot work on packed sequences, or this rank's device lacks a configured kernel, optimizer or
-    precision. `hf`: the model's transformers configuration. `head`: output of the model, such as
-    "logprobs" or "scalar" (a score).
+    """Raise `ValueError`, with the setting to change, if the model cannot be trained in this
+    layout, its attention cannot work on packed sequences, or this rank's device lacks a kernel,
+    optimizer or precision.
     """
     tensor, is_autotp = training.layout.tensor, training.tensor_backend == "autotp"
     (refuse_autotp if is_autotp else refuse_tensor)(hf, tensor)
@@ -99,20 +96,17 @@ def check_cut(
         "num_attention_heads": text.num_attention_heads // tensor,
         "num_key_value_heads": max(1, kv_heads(hf) // tensor),
     }
-    for name, here in heads.items():
+    for name, count in heads.items():
         require(
-            here % ulysses == 0 or (name == "num_key_value_heads" and ulysses % here == 0),
-            f"training.sequence.ulysses is {ulysses}, but each rank has {here} of the model's"
+            count % ulysses == 0 or (name == "num_key_value_heads" and ulysses % count == 0),
+            f"training.sequence.ulysses is {ulysses}, but each rank has {count} of the model's"
             f" {name} (training.layout.tensor is {tensor}); set"
-            f" training.sequence.ulysses to a divisor of {here}",
+            f" training.sequence.ulysses to a divisor of {count}",
         )
 
 
 def refuse_liger(tensor: int, hf: transformers.PretrainedConfig) -> None:
-    """Raise `ValueError` if `training.logprobs: liger` cannot run here: Liger needs a GPU, its
-    package, logits without a soft cap, and tensor-parallel degree 1. `tensor`: the degree. `hf`:
-    the model's transformers configuration.
-    """
+    """Raise `ValueError` if `training.logprobs: liger` cannot run here."""
     needs = {
         "a GPU": local_device().type == "cuda",
         "training.layout.tensor 1": tensor == 1,
@@ -125,9 +119,7 @@ def refuse_liger(tensor: int, hf: transformers.PretrainedConfig) -> None:
 
 
 def _refuse_lacking(setting: str, needs: dict[str, bool], fix: str) -> None:
-    """Raise `ValueError` unless all that a setting needs, {in words: whether it is there}, is
-    there; `fix`: what to set instead.
-    """
+    """Raise `ValueError` unless all of `needs`, {in words: whether it is there}, is there."""
     lacking = " and ".join(name for name, is_there in needs.items() if not is_there)
     require(not lacking, f"{setting}, which needs {lacking}; set {fix}")
 
@@ -135,10 +127,8 @@ def _refuse_lacking(setting: str, needs: dict[str, bool], fix: str) -> None:
 def refuse_kernels(
     training: TrainingConfig, hf: transformers.PretrainedConfig, empty: torch.nn.Module
 ) -> None:
-    """Raise `ValueError` if a configured kernel (`training.attention`, `training.sequence.block`,
-    `training.norms`, `training.elementwise`) cannot run on this rank's device or with this model.
-    `hf`: the model's transformers configuration. `empty`: the model on the meta device; its layers
-    are changed as the kernels want.
+    """Raise `ValueError` if a configured kernel cannot run on this rank's device or with this
+    model. `empty`: the model on the meta device; its layers are changed.
     """
     if training.norms == "torch":
         use_torch_norms(empty)
@@ -167,9 +157,8 @@ def _has_triton() -> bool:
 
 
 def refuse_block(training: TrainingConfig, hf: transformers.PretrainedConfig) -> None:
-    """Raise `ValueError` if the attention kernel `training.sequence.block` does not support this
-    rank's device, the precision, the model's head width or a soft cap of its attention scores.
-    `hf`: the model's transformers configuration.
+    """Raise `ValueError` if the attention kernel `training.sequence.block` does not support device,
+    precision, head width or soft cap.
     """
     block, text = training.sequence.block, hf.get_text_config()
     on_gpu, width, flash = local_device().type == "cuda", head_width(text), block == "flash"
@@ -190,7 +179,7 @@ def refuse_block(training: TrainingConfig, hf: transformers.PretrainedConfig) ->
 
 
 def head_width(text: transformers.PretrainedConfig) -> int:
-    """Width of an attention head, in elements, of a model with the text configuration `text`."""
+    """Elements of an attention head."""
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
@@ -201,10 +190,9 @@ def check_role(
     policy: RolePlace,
     num_ranks: int,
 ) -> RolePlace:
-    """Ranks and layout of the model in section `name` of the recipe, such as "reference". Raises
-    `ValueError`, with the setting to change, if the model does not fit its layout, ranks or
-    precision, or has another vocabulary or tokenizer than the policy. `hf`: config.json of the
-    policy's model. `policy`: ranks and layout of the policy. `num_ranks`: ranks of the job.
+    """Where the model of section `name` is. Raises `ValueError`, with the setting to change, if it
+    does not fit layout, ranks or precision, or has another vocabulary or tokenizer than the policy,
+    whose config.json is `hf`.
     """
     role, training = config.other_roles[name], config.training
     head = HEADS.get(type(role), "logprobs")
@@ -219,16 +207,16 @@ def check_role(
         f"{name}.model.tokenizer is {role.model.tokenizer}, but the tokens are the policy's; leave"
         " it out",
     )
-    place = place_role(name, role, policy=policy, num_ranks=num_ranks)
+    role_place = place_role(name, role, policy=policy, num_ranks=num_ranks)
     if role.model.path:
         theirs = load_model_config(role.model, setting=f"{name}.model")
         refuse_unsupported(theirs)
         judges, teaches = head == "scalar", head == "states"
-        mine, other = hf.get_text_config().vocab_size, theirs.get_text_config().vocab_size
+        size, other = hf.get_text_config().vocab_size, theirs.get_text_config().vocab_size
         require(
             # The further rows of a teacher's larger head belong to no token of the tokenizer.
-            mine == other or (teaches and mine < other),
-            f"{name}.model.path has a vocabulary of {other} tokens and model.path one of {mine};"
+            size == other or (teaches and size < other),
+            f"{name}.model.path has a vocabulary of {other} tokens and model.path one of {size};"
             f" set a {name} that was made from the same model",
         )
         require(
@@ -243,14 +231,14 @@ def check_role(
         if isinstance(config, DistillConfig):
             refuse_transform(hf, "model.path")
             require(
-                config.distillation.top_k <= mine,
-                f"distillation.top_k is {config.distillation.top_k}, but model.path has {mine}"
+                config.distillation.top_k <= size,
+                f"distillation.top_k is {config.distillation.top_k}, but model.path has {size}"
                 " tokens; lower it, or set it to 0 for all tokens",
             )
         hf = theirs
     try:
-        refuse_tensor(hf, place.layout.tensor)
-        if role.model.path and place == policy:
+        refuse_tensor(hf, role_place.layout.tensor)
+        if role.model.path and role_place == policy:
             check_cut(training, role.model, hf, head)
         elif role.model.path:
             empty = empty_model(role.model)
@@ -261,22 +249,21 @@ def check_role(
     except ValueError as error:
         text = str(error).replace("training.layout", f"{name}.layout")
         raise ValueError(text.replace("training.optimizer", f"{name}.optimizer")) from None
-    return place
+    return role_place
 
 
 def refuse_other_tokenizer(name: str, policy: ModelConfig, model: ModelConfig) -> None:
-    """Raise `ValueError` if the tokenizer of `model` has other tokens or ids than that of `policy`;
-    a padding token of its own is allowed. A model folder without a tokenizer is let through.
-    `name`: section of the recipe of `model`, for messages.
+    """Raise `ValueError` if the tokenizer of `model` has other tokens than the policy's; an own
+    padding token is allowed, and so is a folder without tokenizer.
     """
     folder = Path(model.path)
     if folder.is_dir() and not any((folder / file).is_file() for file in TOKENIZER_FILES):
         return
     theirs = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-    mine = load_tokenizer(
+    policy_tokenizer = load_tokenizer(
         policy.tokenizer or policy.path, trust_remote_code=policy.trust_remote_code
     )
-    known = mine.get_vocab()
+    known = policy_tokenizer.get_vocab()
     # A reward model may have got a padding token of its own, which no policy writes.
     own = {word: id for word, id in theirs.get_vocab().items() if word != theirs.pad_token}
     require(
@@ -291,7 +278,7 @@ HEADS: dict[type[RoleConfig], HeadName] = {
     TeacherConfig: "states",
     CriticConfig: "value",
 }
-"""{settings of a role beside the policy: what it computes}; others compute log-probs."""
+"""What a role beside the policy computes; others compute log-probs."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """Files by which a folder is known to have a tokenizer."""
 
@@ -299,9 +286,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 def check_positions(
     config: RunConfig, hf: transformers.PretrainedConfig, roles: Iterable[str], longest: int
 ) -> None:
-    """Raise `ValueError` if a model cannot read the longest prompt with the longest response
-    (`rollout.max_new_tokens`). `hf`: config.json of the policy's model. `roles`: sections of the
-    recipe with further models, such as "reference". `longest`: tokens of the longest prompt.
+    """Raise `ValueError` if a model cannot read the longest prompt (`longest` tokens) with the
+    longest response. `roles`: sections of further models.
     """
     models = {"model.path": hf}
     for name in roles:

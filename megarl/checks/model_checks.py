@@ -1,4 +1,4 @@
-"""Checks of model, tokenizer and adapters (`training.lora`)."""
+"""Checks of model, tokenizer and adapters."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from megarl.trainer.weights import base_digest
 def check_model(
     config: ModelConfig,
 ) -> tuple[PreTrainedTokenizerBase, transformers.PretrainedConfig]:
-    """Load (tokenizer, transformers configuration) of the model that `config` names. Raises
-    `ValueError`, with the setting to change, if one cannot be read, they do not match, megarl
-    cannot train the model, or its folder has no weights.
+    """(tokenizer, configuration) of the model. Raises `ValueError`, with the setting to change, if
+    one cannot be read, they do not match, training does not support the model, or its folder has no
+    weights.
     """
     hf = load_model_config(config)
     refuse_unsupported(hf)
@@ -50,23 +50,21 @@ def check_model(
 def check_export(
     config: ModelConfig, tokenizer: PreTrainedTokenizerBase, hf: transformers.PretrainedConfig
 ) -> None:
-    """Raise `ValueError` unless the model's configuration and tokenizer can be written by
-    `save_pretrained`, as each checkpoint does; tried in temporary folders.
+    """Raise `ValueError` unless configuration and tokenizer can be saved, as each checkpoint
+    does.
     """
     fix = "correct its files, or choose another model: each checkpoint needs it"
     for name, what, setting in (
         (config.path, hf, "the config of model.path"),
         (config.tokenizer or config.path, tokenizer, "the tokenizer of model.path"),
     ):
-        said = f"{setting} {name!r} can be read but not saved again"
-        with tempfile.TemporaryDirectory() as folder, opening(said, fix=fix):
+        problem = f"{setting} {name!r} can be read but not saved again"
+        with tempfile.TemporaryDirectory() as folder, opening(problem, fix=fix):
             what.save_pretrained(folder)
 
 
 def unused_weights(config: ModelConfig) -> str:
-    """A warning of one line, without a newline, if `from_scratch` is set but the model's folder has
-    weights, which the run does not use; "" otherwise.
-    """
+    """A warning if `from_scratch` is set but the model's folder has weights; else ""."""
     folder = Path(config.path)
     if not (config.from_scratch and folder.is_dir() and any(folder.glob("*.safetensors"))):
         return ""
@@ -82,10 +80,9 @@ def stop_tokens(
     hf: transformers.PretrainedConfig,
     turns: Iterable[int] = (),
 ) -> list[int]:
-    """Token ids at which a response ends, each once: `turns` (tokens that end a turn in the data),
-    and the end-of-sequence tokens of the tokenizer and of the model's generation_config.json. `hf`:
-    the model's transformers configuration. Raises `ValueError` if generation_config.json cannot be
-    read, or for an id that is not in the model's vocabulary.
+    """Ids at which a response ends: `turns` (tokens that end a turn in the data), and the
+    end-of-sequence tokens of tokenizer and generation_config.json. Raises `ValueError` if that file
+    cannot be read, or an id is not in the vocabulary.
     """
     ids = [*turns, tokenizer.eos_token_id, *_generation_ends(config)]
     size = hf.get_text_config().vocab_size
@@ -101,9 +98,7 @@ def stop_tokens(
 
 
 def _generation_ends(config: ModelConfig) -> list[object]:
-    """What generation_config.json of a model gives as `eos_token_id`, as a list; empty without such
-    a file.
-    """
+    """The `eos_token_id` of generation_config.json, as a list."""
     file = Path(config.path) / "generation_config.json"
     if Path(config.path).is_dir() and not os.path.lexists(file):
         return []
@@ -119,9 +114,9 @@ def _generation_ends(config: ModelConfig) -> list[object]:
 
 
 def check_adapters(lora: LoraConfig, model: ModelConfig, head: HeadName = "logprobs") -> str:
-    """Raise `ValueError` if the LoRA settings do not fit the model: a target layer that the model
-    has not, or an adapter to start from of another rank, kind or base model. Returns a warning of
-    one line about that adapter, or "". `head`: what the trained model computes, such as "logprobs".
+    """Raise `ValueError` if the LoRA settings do not fit the model: an unknown target, or an
+    adapter to start from of another rank, kind or base model. Returns a warning about that adapter,
+    or "".
     """
     if not lora.is_on:
         return ""
@@ -149,9 +144,8 @@ def check_adapters(lora: LoraConfig, model: ModelConfig, head: HeadName = "logpr
 
 
 def adapter_warning(lora: LoraConfig, model: ModelConfig) -> str:
-    """A warning of one line if the files of the adapter in `lora.adapter` name another base model
-    than `model.path`, else "". Also "" if megarl wrote the adapter with a digest of the base
-    model's weights: another check compares the digest.
+    """A warning if the adapter to start from names another base model, else "". An adapter of
+    megarl has a digest of its base model, which another check compares.
     """
     if not lora.adapter or written_for(Path(lora.adapter)):
         return ""
@@ -165,9 +159,8 @@ def adapter_warning(lora: LoraConfig, model: ModelConfig) -> str:
 
 
 def check_published_adapters(config: RunConfig) -> str:
-    """Raise `ValueError` if the recipe's LoRA settings do not fit the model, or if adapters alone
-    cannot be sent to the inference engines as the recipe asks (`training.lora.publish: adapter`).
-    Returns a warning of one line about the adapter to start from, or "".
+    """Raise `ValueError` if the LoRA settings do not fit the model, or `training.lora.publish` the
+    engines. Returns a warning as `check_adapters`.
     """
     lora, rollout = config.training.lora, config.rollout
     warning = check_adapters(lora, config.model)

@@ -1,7 +1,5 @@
-"""What can be known of a recipe from the files that it names, before torch is imported: model
-folders, data files with their columns, and files with functions of the user's own.
-
-The whole checks read all of these later; here a mistake is told within a second or two.
+"""What can be known of a recipe from the files that it names, within a second or two, before torch
+is imported. The whole checks read them all later.
 """
 
 from __future__ import annotations
@@ -46,19 +44,15 @@ CODE = {"verifier", "rewards", "session", "functions", "function", "advantage", 
 CODE |= {"filter", "kind"}
 """Last parts of the keys of settings that may name a function or class of the user's own."""
 LARGE_BYTES = 2**25
-"""Size of a data file whose columns are left to the whole checks, since reading takes seconds."""
+"""Size of a data file from which on its columns are left to the whole checks."""
 
 
 def check_named_files(
     config: AnyConfig, *, trains: bool = True, skip: Collection[str] = ()
 ) -> None:
-    """Raise `ValueError`, with the setting to change, if a model folder, a data file, a column of
-    its first row or a function of the user's own that the recipe names is not there. Names of the
-    hub are not looked up.
-
-    Args:
-        trains: whether the command trains, and so needs the models of all roles.
-        skip: dotted settings that are not looked at.
+    """Raise `ValueError`, with the setting to change, if a model folder, data file, column of its
+    first row or own function that the recipe names is missing. `trains`: whether the models of all
+    roles are needed. `skip`: dotted settings to leave out. Nothing is looked up in the hub.
     """
     for key, value in _settings(config):
         if key in skip:
@@ -68,16 +62,16 @@ def check_named_files(
                 refuse_no_folder(value.path, f"{key}.path")
         elif isinstance(value, DataSetConfig) and f"{key}.source" not in skip:
             parts = value.parts if isinstance(value, PromptsConfig) else [value]
-            for number, part in enumerate(parts):
+            for number, data_set in enumerate(parts):
                 in_mixture = isinstance(value, PromptsConfig) and value.sources
-                _check_data(part, f"{key}.sources[{number}]" if in_mixture else key)
+                _check_data(data_set, f"{key}.sources[{number}]" if in_mixture else key)
         elif is_own(value) and key.rpartition(".")[2] in CODE:
             check_own_code(str(value), key)
 
 
 def _settings(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Iterate over (dotted key, value) of the sections and texts of a configuration. A key of an
-    open map, such as a function in `environment.rewards`, is a text of the map.
+    """(dotted key, value) of the sections and texts of a configuration. A key of an open map that
+    names a function is a text of the map.
     """
     yield key, tree
     if isinstance(tree, Config):
@@ -95,9 +89,8 @@ def _settings(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _check_data(section: Any, setting: str) -> None:
-    """Raise `ValueError` if the rows of a data set are not there, or their first row lacks a column
-    that the recipe names. Data sets of the hub, those that `datasets` has saved, and those that a
-    program makes are left to the whole checks.
+    """Raise `ValueError` if a data set's rows are missing, or their first one lacks a column. Sets
+    of the hub, of `datasets`, and of programs are left to the whole checks.
     """
     path = Path(section.source)
     is_read = format_of(path) or path.exists() or glob.has_magic(section.source)
@@ -117,7 +110,7 @@ def _check_data(section: Any, setting: str) -> None:
 
 
 def _columns(section: DataSetConfig) -> list[str]:
-    """The settings that name the columns which every row must have."""
+    """The settings that name columns which every row must have."""
     if isinstance(section, PromptsConfig):
         names = ["answer_column", "choices_column", "environment_column"]
         return ["prompt_column", *(name for name in names if getattr(section, name))]
@@ -132,9 +125,8 @@ def _columns(section: DataSetConfig) -> list[str]:
 
 
 def check_own_code(name: str, setting: str) -> None:
-    """Raise `ValueError` if the Python file that `name`, `path/to/file.py:attribute`, names is not
-    there, is no Python, or defines no such attribute; its code is not run. `setting`: the recipe's
-    key with that value.
+    """Raise `ValueError` if the Python file of `name`, `path/to/file.py:attribute`, cannot be read
+    or parsed, or has no such attribute; its code is not run.
     """
     path, attribute = split_name(name, setting)
     try:
@@ -153,7 +145,7 @@ def check_own_code(name: str, setting: str) -> None:
     name = unicodedata.normalize("NFKC", attribute)
     if name in defined or any(text.encode() in content for text in DYNAMIC):
         return
-    public = [one.get_name() for one in table.get_symbols() if one.is_namespace()]
+    public = [symbol.get_name() for symbol in table.get_symbols() if symbol.is_namespace()]
     listed = ", ".join(name for name in public if not name.startswith("_")) or "(none)"
     noun = "class" if setting in ("environment.session", "rollout.engine.kind") else "function"
     raise ValueError(f"{setting}: {path} has no {noun} '{attribute}'; set one of: {listed}")

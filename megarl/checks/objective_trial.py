@@ -1,7 +1,6 @@
-"""Functions of the user's own that a recipe names are called with a small batch before a run
-starts: one that gives NaN, a wrong shape or no gradient is told with its file and line.
-
-What each function receives and returns is in docs/reference_extending.md.
+"""Functions of the user's own are called with a small batch before a run starts: NaN, a wrong shape
+or no gradient is reported with file and line. What each function receives and returns is in
+docs/reference_extending.md.
 """
 
 from __future__ import annotations
@@ -27,90 +26,71 @@ from megarl.trainer.packing import SequenceMean
 from megarl.types import Group, Rollout, Segment, Verdict
 
 LENGTHS = (3, 1, 2, 4, 2, 3, 1, 2)
-"""Response tokens of the samples of the small batch, two groups of four."""
+"""Response tokens of the small batch's samples, two groups of four."""
 REWARDS = (1.0, 0.0, 0.5, 1.0, 0.5, 0.5, 0.5, 0.5)
-"""Their rewards; those of the second group are equal, so that it has no standard deviation."""
+"""Their rewards, equal in the second group, whose standard deviation is 0."""
 
 
 class Trial:
-    """A function of the user's own that a recipe names, to be called with made-up arguments before
-    a run starts. Calling the object calls the function. Errors in the function and wrong results
-    become `ValueError`, whose message names the setting, the file and the line.
-
-    `setting`: the recipe's key that names the function, such as "algorithm.loss". `name`: the value
-    of this setting, FILE.py:FUNCTION. `arguments`: what the function is called with, in words, for
-    messages.
+    """A function of the user's own that is tried with made-up arguments. Its errors and wrong
+    results become `ValueError`, which names setting, file and line.
     """
 
     def __init__(self, setting: str, name: str, arguments: str) -> None:
-        """Import the function. `setting`: the recipe's key that names it, such as "algorithm.loss".
-        `name`: the value of this setting, FILE.py:FUNCTION. `arguments`: what the function is
-        called with, in words, for messages. Raises `ValueError` if there is no such function.
+        """Import the function. `setting`: the key that names it. `name`: FILE.py:FUNCTION.
+        `arguments`: what it is called with, for messages.
         """
         self.setting, self.name, self.arguments = setting, name, arguments
         self.function = function_of(name, {}, setting)
 
     def __call__(self, *arguments: Any) -> Any:
-        """Call the user's function with `arguments` and return its result. An error in it becomes a
-        `ValueError`, as in `run`.
-        """
         return self.run(lambda: self.function(*arguments))
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """Call `call`, which runs code of the user's, and return its result. Any error in it
-        becomes a `ValueError`. Its message names the setting, the user's file, and the line of that
-        file at which the error arose; if the error did not pass through that file, the line where
-        the function begins.
+        """Return what `call`, which runs the user's code, returns. An error names the line of the
+        user's file where it arose, or where the function begins.
         """
         try:
             return call()
         except Exception as error:
-            said = f"raised {type(error).__name__}: {error}; mend it: it is called with"
-            raise ValueError(self._said(f"{said} {self.arguments}", error)) from error
+            problem = f"raised {type(error).__name__}: {error}; mend it: it is called with"
+            raise ValueError(self._message(f"{problem} {self.arguments}", error)) from error
 
-    def require(self, condition: object, said: str) -> None:
-        """Raise `ValueError` unless `condition` is true. The message is "SETTING: FILE, line LINE:
-        'FUNCTION' SAID (docs/reference_extending.md)".
-
-        SETTING is the recipe's key that names the user's function, such as algorithm.loss. FILE and
-        FUNCTION are the two parts of its value, FILE.py:FUNCTION. LINE is the line of the file
-        where the function begins. SAID is `said`, which tells what is wrong as a phrase that
-        continues the function's name, such as "returned NaN".
+    def require(self, condition: object, problem: str) -> None:
+        """Raise `ValueError` unless `condition` is true. `problem` continues the function's name,
+        such as "returned NaN".
         """
-        require(condition, self._said(said))
+        require(condition, self._message(problem))
 
-    def tensor(self, found: Any, like: torch.Tensor, shape: str) -> None:
-        """Raise `ValueError` unless `found`, a result of the user's function, is a floating-point
-        tensor of finite numbers in the shape of `like`. The message is that of `require`. `shape`:
-        the shape in words, such as "[N]", for the message.
+    def tensor(self, result: Any, like: torch.Tensor, shape: str) -> None:
+        """Raise `ValueError` unless `result` is a finite floating-point tensor in the shape of
+        `like`; `shape`: in words.
         """
-        is_tensor = isinstance(found, torch.Tensor)
-        what = f"{found.dtype} of shape {[*found.shape]}" if is_tensor else type(found).__name__
+        is_tensor = isinstance(result, torch.Tensor)
+        what = f"{result.dtype} of shape {[*result.shape]}" if is_tensor else type(result).__name__
         self.require(
-            is_tensor and found.shape == like.shape and found.is_floating_point(),
+            is_tensor and result.shape == like.shape and result.is_floating_point(),
             f"returned {what}; return {like.dtype} of shape {shape}, here {[*like.shape]}",
         )
-        is_there = found.device == like.device
-        self.require(is_there, f"returned a tensor on {found.device}; return it on {like.device}")
+        is_there = result.device == like.device
+        self.require(is_there, f"returned a tensor on {result.device}; return it on {like.device}")
         advice = "guard its divisions: equal rewards have the standard deviation 0"
-        self.require(bool(found.isfinite().all()), f"returned NaN or infinity; {advice}")
+        self.require(bool(result.isfinite().all()), f"returned NaN or infinity; {advice}")
 
-    def _said(self, said: str, error: Exception | None = None) -> str:
+    def _message(self, problem: str, error: Exception | None = None) -> str:
         file, _, name = self.name.rpartition(":")
         frames = traceback.extract_tb(error.__traceback__) if error is not None else []
-        lines = [one.lineno for one in frames if one.filename == str(Path(file).resolve())]
+        lines = [frame.lineno for frame in frames if frame.filename == str(Path(file).resolve())]
         code = getattr(inspect.unwrap(self.function), "__code__", None)
         line = lines[-1] if lines else getattr(code, "co_firstlineno", 1)
-        said = " ".join(said.split())
-        return f"{self.setting}: {file}, line {line}: '{name}' {said} (docs/reference_extending.md)"
+        text = " ".join(problem.split())
+        return f"{self.setting}: {file}, line {line}: '{name}' {text} (docs/reference_extending.md)"
 
 
 def try_objectives(config: RunConfig, device: torch.device, *, has_empty_ranks: bool) -> None:
-    """Call the user's own functions that the section `algorithm` names (advantage, loss,
-    correction) with small tensors on `device`; of an own `algorithm.method` only the number of
-    parameters is checked. Raises `ValueError` for one that fails, or returns NaN, a wrong shape or
-    no gradient. `has_empty_ranks`: whether a rank may be without tokens; then the functions are
-    also called with none.
+    """Try the user's own functions of the section `algorithm` on `device`; of an own `method` only
+    its parameters. `has_empty_ranks`: also with no tokens. Raises `ValueError` for one that fails,
+    or returns NaN, a wrong shape or no gradient.
     """
     algorithm = config.algorithm
     if is_own(algorithm.method):
@@ -129,18 +109,16 @@ def try_advantage(
     *,
     critics: Iterable[str] = (),
 ) -> None:
-    """Call the user's own `algorithm.advantage` with a small batch on `device`; raises `ValueError`
-    if it fails or returns a wrong shape or NaN. `lengths`: number of response tokens of each sample
-    in the batch; used only if the function gives an advantage to each token. A function that gives
-    one to each sample gets a fixed batch of eight samples. `critics`: names of further critics,
-    whose values are all 0.
+    """Try an own `algorithm.advantage`. `lengths`: response tokens of each sample, for a function
+    of tokens; one of samples gets a fixed batch. `critics`: names of further critics, with values
+    of 0.
     """
     trial = Trial("algorithm.advantage", algorithm.advantage, "(rewards_N, groups_N, tokens_N)")
     if not is_per_token(trial.function):
         rewards_N = torch.tensor(REWARDS, dtype=torch.float64)
         trial.require(not critics, "is of each sample, without critics; leave critics out")
-        found = trial(rewards_N, torch.arange(len(REWARDS)) // 4, torch.tensor(LENGTHS))
-        return trial.tensor(found, rewards_N, "[N], of each sample")
+        result = trial(rewards_N, torch.arange(len(REWARDS)) // 4, torch.tensor(LENGTHS))
+        return trial.tensor(result, rewards_N, "[N], of each sample")
     trial.require(algorithm.credit == "response", "is of each token; leave algorithm.credit out")
     # Of each sample a token of its prompt, and its response, the last token of which is rewarded.
     tokens = [(n, at, to) for n, to in enumerate(lengths) for at in range(to + 1)]
@@ -154,10 +132,8 @@ def try_advantage(
 
 
 def try_loss(algorithm: AlgorithmConfig, device: torch.device, lengths: Sequence[int]) -> None:
-    """Call `algorithm.loss` and `algorithm.correction.kind`, where they are the user's own
-    functions, with small tensors on `device`; raises `ValueError` if one fails, returns a wrong
-    shape or NaN, or the loss has no finite gradient. `lengths`: number of response tokens of each
-    sample that is made up for the call.
+    """Try an own `algorithm.loss` and `algorithm.correction.kind`, with samples of `lengths`
+    response tokens.
     """
     draw = torch.Generator().manual_seed(0)  # that of the run is left alone
     old_T = -0.1 - torch.rand(sum(lengths), generator=draw)
@@ -166,9 +142,9 @@ def try_loss(algorithm: AlgorithmConfig, device: torch.device, lengths: Sequence
     ids_T = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
     members, alone = torch.arange(len(LENGTHS), device=device), Axis("sequence", 1, 0, (0,), None)
     mean = SequenceMean(ids_T.to(device), members, alone)
-    if is_own(kind := algorithm.correction.kind):
+    if is_own(correction := algorithm.correction.kind):
         words = "(trainer_logp_T, engine_logp_T, sequence_sum, config)"
-        trial = Trial("algorithm.correction.kind", kind, words)
+        trial = Trial("algorithm.correction.kind", correction, words)
         found_T = trial(logp_T.detach(), old_T, mean.sum, algorithm.correction)
         trial.tensor(found_T, logp_T, "[T], the weight of each token")
     if not is_own(algorithm.loss):
@@ -198,8 +174,8 @@ def try_loss(algorithm: AlgorithmConfig, device: torch.device, lengths: Sequence
 
 
 def try_filter(config: RunConfig, prompts: PromptList) -> None:
-    """Call `rollout.filter`, if it is the user's own function, with two small groups of rollouts of
-    the first prompt. Raises `ValueError` if it fails or does not return True or False.
+    """Try an own `rollout.filter` with two groups of the first prompt. Raises `ValueError` if it
+    fails or does not return True or False.
     """
     if not is_own(config.rollout.filter):
         return
@@ -210,6 +186,6 @@ def try_filter(config: RunConfig, prompts: PromptList) -> None:
             Rollout(n, n, [Segment("model", to, None, [(0, to)], "stop")], verdict, 0)
             for n, (to, verdict) in enumerate(zip(LENGTHS[:4], verdicts, strict=True))
         ]
-        found = trial(Group(0, prompts.at(0), rollouts))
-        what = f"returned {type(found).__name__}; return True for a group to keep, otherwise False"
-        trial.require(isinstance(found, bool | np.bool_), what)
+        result = trial(Group(0, prompts.at(0), rollouts))
+        what = f"returned {type(result).__name__}; return True for a group to keep, otherwise False"
+        trial.require(isinstance(result, bool | np.bool_), what)

@@ -50,18 +50,15 @@ if TYPE_CHECKING:
 
 
 def check_train(config: RunConfig, ranks: int | None = None) -> RunInputs:
-    """Run all checks of `task: rl` on this machine, before anything is started. `ranks`: None
-    for the ranks of this run, which the launcher tells; or a number of ranks on one host, to check
-    a recipe alone. Returns a `RunInputs` with what the checks have loaded: layout, tokenizer, model
-    configuration and, on rank 0, the prompts and the checkpoint to resume from. Raises
-    `ValueError`, with what to set, if a check fails.
+    """Run all checks of `task: rl` on this machine, for the run's ranks, or for `ranks` on one
+    host, to check a recipe alone. Raises `ValueError` if one fails.
     """
     return check_run(config, num_ranks=ranks_to_check(ranks), started=ranks is None)
 
 
 def ranks_to_check(ranks: int | None) -> int:
-    """The number of ranks to check a recipe for: `ranks`, or if that is None the number that the
-    launcher's environment variables say. Raises `ValueError` if those contradict each other.
+    """`ranks`, or else the launcher's number. Raises `ValueError` if its variables contradict each
+    other.
     """
     if ranks is not None:
         return ranks
@@ -70,9 +67,7 @@ def ranks_to_check(ranks: int | None) -> int:
 
 
 def warn(message: str) -> None:
-    """Print `message` as a warning of one line on standard error, on rank 0 only; nothing if it is
-    "".
-    """
+    """Print a warning on standard error, on rank 0, if there is a `message`."""
     if message and launcher.rank() == 0:
         console.say(f"megarl: warning: {message}")
 
@@ -80,11 +75,10 @@ def warn(message: str) -> None:
 def check_run(
     config: RunConfig, *, num_ranks: int, new: bool = True, started: bool = True
 ) -> RunInputs:
-    """Run all checks of `task: rl` for `num_ranks` ranks. Returns a `RunInputs` with what they
-    have loaded: layout, tokenizer, config.json and, on rank 0, prompts and checkpoint to resume
-    from. Raises `ValueError`, with what to set, if one fails. With `new` False (evaluation), engine
-    placement, checkpoints and whether the folder holds another run are not checked. With `started`
-    False, no launcher has started the ranks, which are all taken to be on this host.
+    """Run all checks of `task: rl` for `num_ranks` ranks, and return what they have loaded. Raises
+    `ValueError` if one fails. With `new` False (evaluation), engine placement, checkpoints and the
+    folder's run are not checked. With `started` False, no launcher has started the ranks, which are
+    all on this host.
     """
     if launcher.rank() == 0:  # the others are told where Ray is
         ray_address()
@@ -114,7 +108,7 @@ def check_run(
     warn(EQUAL_REWARDS if is_own(config.algorithm.advantage) and not rollout.filter else "")
     prompts, held_out, tools = read_prompts(config, tokenizer)
     # Ranks without the data leave its lengths to rank 0.
-    longest = max((one.longest for one in (prompts, held_out) if one is not None), default=0)
+    longest = max((rows.longest for rows in (prompts, held_out) if rows is not None), default=0)
     _check_shared_prompts(config, prompts.longest if prompts is not None else 0)
     layout_checks.check_positions(config, hf, roles, longest)
     if new:
@@ -140,7 +134,7 @@ def check_run(
         try_filter(config, prompts)
     ends = _ends_of_turns(config, tokenizer)
     data = prompts.fingerprint if prompts is not None else ""
-    found = find_checkpoint(config, layout, data, trained_roles(config, roles)) if new else None
+    chosen = find_checkpoint(config, layout, data, trained_roles(config, roles)) if new else None
     records = new and (not started or launcher.rank() == ranks[0])  # which tells the others
     return RunInputs(
         layout,
@@ -150,7 +144,7 @@ def check_run(
         data,
         prompts,
         held_out,
-        resume_from=found,
+        resume_from=chosen,
         ranks=ranks,
         roles=roles,
         tools=tools,
@@ -159,9 +153,9 @@ def check_run(
 
 
 def _ends_of_turns(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids of the tokens that end the model's turns in the data of a recipe."""
-    parts = [part for _, part in sources(config) if part.names_data]
-    ends = (ends_of_turns(tokenizer, part.template, part.template_variables) for part in parts)
+    """Ids of the tokens that end the model's turns in the data."""
+    parts = [data for _, data in sources(config) if data.names_data]
+    ends = (ends_of_turns(tokenizer, data.template, data.template_variables) for data in parts)
     return [end for some in ends for end in some]
 
 
@@ -173,9 +167,7 @@ def _check_engines(
     *,
     started: bool,
 ) -> None:
-    """Raise `ValueError` unless the engines fit the model, the policy's layout and the devices;
-    `num_ranks` and `started`: see `check_run`.
-    """
+    """Raise `ValueError` unless the engines fit the model, the policy's layout and the devices."""
     on_gpus, engine = local_device().type == "cuda", config.rollout.engine
     if not is_own(engine.kind):
         engine_checks.check_engine_tensor(hf, engine.tensor)
@@ -189,9 +181,9 @@ def _check_engines(
 
 
 def engine_table(config: RunConfig, hf: PretrainedConfig) -> list[ParameterSpec] | None:
-    """What the recipe's engines store of each tensor of the policy; None where only adapters are
-    sent. An engine of the user's own that is not megarl's for vLLM stores tensors as they are in
-    the checkpoint. Raises `ValueError` if weights cannot be sent to vLLM's engines.
+    """How the recipe's engines store each tensor of the policy; None where only adapters are sent.
+    The user's own engine stores tensors as the checkpoint does. Raises `ValueError` if vLLM's
+    engines cannot take the weights.
     """
     lora, engine = config.training.lora, config.rollout.engine
     if lora.is_on and lora.publish == "adapter":
@@ -208,9 +200,8 @@ def engine_table(config: RunConfig, hf: PretrainedConfig) -> list[ParameterSpec]
 
 
 def _check_shared_prompts(config: RunConfig, longest: int) -> None:
-    """Raise `ValueError` if prompts are always to be shared, but one fills a packed sequence: its
-    responses would be computed one by one, each with the whole prompt. `longest`: tokens of the
-    longest prompt.
+    """Raise `ValueError` if `training.share_prefix` is "on" and a prompt fills a packed sequence:
+    each response would be computed with the whole prompt.
     """
     budget = config.training.micro_batch_tokens * config.training.layout.sequence
     response, is_on = config.rollout.max_new_tokens, config.training.share_prefix == "on"
@@ -231,11 +222,9 @@ def _check_shared_prompts(config: RunConfig, longest: int) -> None:
 def read_prompts(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[PromptList | None, PromptList | None, list[dict[str, Any]]]:
-    """Read the recipe's data. Returns (training prompts, held-out prompts, tools that prompts show,
-    in OpenAI's format). First it loads the recipe's verifier, session (multi-turn environment) or
-    tools, to see that this works. On ranks above 0 both prompts are None: rank 0 reads for all.
-    Held-out prompts are None too where the recipe has none. Raises `ValueError` for data or a
-    verifier that cannot be used.
+    """Load the recipe's verifier, session or tools, and its data. Returns (training prompts,
+    held-out prompts, tools in OpenAI's format); rank 0 reads the prompts for all. Raises
+    `ValueError` for data or a verifier that cannot be used.
     """
     tools = check_verifier(with_hidden(config))
     name = config.environment.agent.function
@@ -245,11 +234,11 @@ def read_prompts(
             f"environment.agent.model is '{config.environment.agent.model}', but the agent '{name}'"
             " asks for 'policy'; leave it out",
         )
-    for place, part in sources(config) if name in AGENTS else ():
+    for key, source in sources(config) if name in AGENTS else ():
         require(
-            not part.names_data or part.source.startswith(f"{name}:"),
-            f"{place}.source is '{part.source}', but the agent '{name}' plays the environment that"
-            f" its prompts are of; set {place}.source to {name}:NAME",
+            not source.names_data or source.source.startswith(f"{name}:"),
+            f"{key}.source is '{source.source}', but the agent '{name}' plays the environment that"
+            f" its prompts are of; set {key}.source to {name}:NAME",
         )
     if launcher.rank() != 0:
         return None, None, tools
@@ -267,8 +256,8 @@ def read_prompts(
 
 
 def _check_problems(config: RunConfig, prompts: PromptList | None, setting: str) -> None:
-    """Warn of what the user should know of prompts. Raises `ValueError` for rows that a verifier
-    which runs programs cannot use. `setting`: where they are named.
+    """Warn about prompts. Raises `ValueError` for rows that a verifier which runs programs cannot
+    use.
     """
     if prompts is not None:
         warn(prompts.warning)
@@ -277,9 +266,8 @@ def _check_problems(config: RunConfig, prompts: PromptList | None, setting: str)
 
 
 def check_places(config: RunConfig) -> None:
-    """Raise `ValueError` if a folder of the run cannot be written or holds another run, if a
-    package is missing that its metrics need, if torchrun leaves too little time to save, or if
-    dynamic sampling and reward models are used together.
+    """Raise `ValueError` if the run cannot use its folder, lacks a package for its metrics or time
+    to save, or combines dynamic sampling with reward models.
     """
     require(
         not config.reward_models
@@ -300,19 +288,12 @@ def find_checkpoint(
     roles: Mapping[str, str] | None = None,
     head: HeadName = "logprobs",
 ) -> Path | None:
-    """On rank 0: the folder of the checkpoint to resume from, None for a run that begins with
-    step 1. On other ranks always None.
+    """On rank 0: the folder of the checkpoint to resume from, None for a new run. Raises
+    `ValueError` if `resume` is true without a checkpoint, if none of them fits, or if a file of the
+    run folder is damaged.
 
-    Args:
-        layout: of the policy, or of the model that is trained.
-        data: digest of the prompts or demonstrations and their order.
-        roles: {name: text} of the other models that are trained, such as the critic, as
-            `trained_roles` returns it; the text has layout, ZeRO stage, precision and optimizer.
-        head: output of the trained model: "logprobs", "value" or "scalar" (a score).
-
-    Raises:
-        ValueError: `resume` is true and there is no checkpoint; there are some, but none can be
-            resumed; or a file of the run folder is damaged.
+    `layout` and `head`: of the trained model. `data`: digest of the data and their order. `roles`:
+    see `trained_roles`.
     """
     if launcher.rank() != 0:
         return None
@@ -324,7 +305,7 @@ def find_checkpoint(
 def _chosen(
     config: AnyConfig, layout: Layout, data: str, roles: Mapping[str, str] | None, head: HeadName
 ) -> Path | None:
-    """What `find_checkpoint` finds for a run that resumes."""
+    """What `find_checkpoint` returns for a run that resumes."""
     folder = Path(config.folder) / "checkpoints"
     require(
         config.resume == "auto" or bool(newest_first(folder)),
@@ -358,13 +339,13 @@ EQUAL_REWARDS = (
     " rollout.filter to 'differing' if it gives them 0, otherwise to 'all'"
 )
 WIDEST_SEQUENCE_CLIP = 0.05
-"""Clip width above which the ratio of a whole sequence, a mean over tokens, is hardly ever
-clipped. The paper's widths are 3e-4 and 4e-4."""
+"""Clip width above which the ratio of a whole sequence, a mean over tokens, is hardly ever clipped.
+The paper's widths are 3e-4 and 4e-4."""
 
 
 def algorithm_warning(algorithm: AlgorithmConfig, num_updates: int) -> str:
-    """A warning of one line about settings of the algorithm that hardly make sense together, or "".
-    `num_updates`: optimizer steps for the batch of one training step.
+    """A warning of one line about settings that hardly make sense together, or "". `num_updates`:
+    optimizer steps per training step.
     """
     if algorithm.loss == "reinforce" and num_updates > 1:
         return (
@@ -384,9 +365,8 @@ def algorithm_warning(algorithm: AlgorithmConfig, num_updates: int) -> str:
 
 
 def check_gpus(config: RunConfig) -> None:
-    """Raise `ValueError` if the recipe asks for what the GPUs of this machine do not have: bfloat16
-    in inference engines on GPUs older than Ampere, or several ranks on a MIG slice. Needs a GPU;
-    all are taken to be of one kind.
+    """Raise `ValueError` if the recipe asks engines for bfloat16 on GPUs older than Ampere, or for
+    several ranks on a MIG slice. Needs a GPU.
     """
     name, engine = torch.cuda.get_device_name(0), config.rollout.engine
     require(
@@ -404,13 +384,11 @@ def check_gpus(config: RunConfig) -> None:
 
 
 def check_environments(config: RunConfig, *lists: PromptList | None) -> None:
-    """Compare the verifiers that rows of the data name with `environment.mixture`, the recipe's
-    {name: verifier}. Raises `ValueError` for a name in the data that the mixture lacks, and for a
-    name in the mixture that no row has. `lists`: training and held-out prompts; None is skipped.
-    Checks nothing without a mixture.
+    """Raise `ValueError` unless the verifiers that rows name are those of `environment.mixture`, if
+    that is set. `lists`: training and held-out prompts.
     """
     known, named = config.environment.mixture, set[str]()
-    for prompts in (one for one in lists if known and one is not None):
+    for prompts in filter(None, lists if known else ()):
         for index, name in enumerate(prompts.environments or ()):
             require(
                 name in known,
@@ -428,23 +406,18 @@ def check_environments(config: RunConfig, *lists: PromptList | None) -> None:
 
 @dataclass(frozen=True)
 class EvalCase:
-    """One model that `megarl eval` is to evaluate, with all that is needed for it: the recipe with
-    this model (`config`), its tokenizer, configuration and layout (`inputs`), and {data set: list
-    of problems, tokenised for it} (`sets`).
-    """
+    """A model that `megarl eval` is to evaluate."""
 
     config: RunConfig
     """The recipe with this model as `model.path`."""
     inputs: RunInputs
     sets: dict[str, list[Prompt]]
-    """{source: problems}, rendered and tokenised for this model."""
+    """{source: problems}, tokenised for this model."""
 
 
 @dataclass(frozen=True)
 class EvalInputs:
-    """What `megarl eval` evaluates, after its checks: `cases` has one `EvalCase` (recipe, tokenizer
-    and problems) for each model.
-    """
+    """What `megarl eval` evaluates."""
 
     cases: list[EvalCase]
 
@@ -455,10 +428,8 @@ class EvalInputs:
 
 
 def check_eval(config: RunConfig, ranks: int | None = None) -> EvalInputs:
-    """Run all checks of `megarl eval` for each model of `evaluation.models`, or for `model.path` if
-    there are none. `ranks`: number of processes, which must be 1; None for what the launcher says.
-    Returns an `EvalInputs`, whose `cases` has for each model the recipe with this model, its
-    tokenizer and its problems by data set. Raises `ValueError`, with what to set, if a check fails.
+    """Run all checks of `megarl eval` for each model of `evaluation.models`, or else `model.path`.
+    Raises `ValueError` if one fails.
     """
     size = ranks_to_check(ranks)
     require(size == 1, f"megarl eval runs as one process, but was started as {size} ranks")
@@ -476,10 +447,8 @@ def check_eval(config: RunConfig, ranks: int | None = None) -> EvalInputs:
 
 
 def check_evaluated_model(config: RunConfig, path: str) -> EvalCase:
-    """Check the recipe with the model at `path` (a folder or hub name) as `model.path`, and read
-    the data sets with its tokenizer and chat template. Returns the recipe with this model, what was
-    loaded (tokenizer, layout) and the problems by data set, as an `EvalCase`. Raises `ValueError`,
-    with what to set, if a check fails.
+    """Check the recipe with the model at `path`, a folder or hub name, and read its data sets.
+    Raises `ValueError` if a check fails.
     """
     own = replace(config, model=replace(config.model, path=path))
     inputs = check_run(own, num_ranks=1, new=False)

@@ -1,6 +1,6 @@
 """Checks that the files of a run folder are those with which its run can go on.
 
-A resume reads, beside the checkpoint (whose digests tell damage): `recipe.yaml`, to tell changed
+Beside the checkpoint, whose digests tell damage, a resume reads `recipe.yaml`, to report changed
 settings; `metrics.jsonl`, `evaluations.jsonl` and the newest part of `transcripts.jsonl`, to drop
 what came after the checkpoint; `ledger.jsonl`, to go on with it.
 """
@@ -27,12 +27,9 @@ if TYPE_CHECKING:
 
 
 def check_run_files(folder: Path, checkpoint: Path | None) -> None:
-    """Raise `ValueError` if metrics, evaluations, transcripts or ledger (the record of what became
-    of every prompt) in the run folder `folder` are damaged, so that a run cannot continue from the
-    checkpoint folder `checkpoint` (None: from its beginning). The message names the file, the
-    broken line, and how to repair it. A last line that a killed process has left half written is
-    allowed. With a checkpoint, missing files and an unreadable recipe.yaml give a warning on
-    standard error.
+    """Raise `ValueError`, with file, line and repair, if metrics, evaluations, transcripts or
+    ledger are damaged, so that no run can go on from `checkpoint` (None: from the beginning). A
+    half-written last line is allowed. Missing files and an unreadable recipe.yaml give a warning.
     """
     progress = read_progress(checkpoint) if checkpoint is not None else None
     step = progress.step if progress is not None else 0
@@ -51,16 +48,14 @@ def check_run_files(folder: Path, checkpoint: Path | None) -> None:
             try:
                 read_tree(recipe)
             except ValueError as error:
-                said = str(error).partition(";")[0]
-                warn = f"{said}: changed settings cannot be told, and the file is written anew"
+                problem = str(error).partition(";")[0]
+                warn = f"{problem}: changed settings cannot be told, and the file is written anew"
                 say(f"megarl: warning: {warn}")
 
 
 def outlook(config: AnyConfig, inputs: RunInputs) -> str:
-    """One line, without a newline, on the run in the folder `config.folder`: at which step it
-    stands, and what starting the command would do with the run. "" if it would begin a new run.
-    `inputs`: what the checks of `config` have returned on rank 0; only the checkpoint to resume
-    from and the number of prompts are read.
+    """At which step the folder's run stands, and what a start would do with it, in a line; "" for a
+    new run.
     """
     if inputs.resume_from is None:
         return ""
@@ -77,8 +72,8 @@ def outlook(config: AnyConfig, inputs: RunInputs) -> str:
 
 
 def _check_ledger(path: Path, checkpoint: Path | None, progress: Progress | None) -> None:
-    """Raise `ValueError` if a run cannot append to the ledger `path`: a damaged one, one of a newer
-    format, or not that of `checkpoint`. A torn tail is said. Without a ledger, a new one begins.
+    """Raise `ValueError` if a run cannot append to the ledger: damaged, of a newer format, or not
+    the checkpoint's. A torn tail is reported.
     """
     if not path.exists():
         return
@@ -108,9 +103,7 @@ def _check_ledger(path: Path, checkpoint: Path | None, progress: Progress | None
 
 
 def _tell_lost(folder: Path, progress: Progress) -> None:
-    """Warn of files that the run has written and that are not there. A checkpoint without any of
-    them was copied alone.
-    """
+    """Warn of lost files of the run. A checkpoint without any of them was copied alone."""
     written = [RECIPE, METRICS, EVALUATIONS, TRANSCRIPTS, *([FILE] if progress.ledger else [])]
     lost = [name for name in written if not (folder / name).exists()]
     if lost and len(lost) < len(written):

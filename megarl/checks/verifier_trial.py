@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MOST_ROWS = 32
-"""Number of rows, in training order, on which the verifier is tried."""
+"""Rows, in training order, on which the verifier is tried."""
 
 LEAST_ROWS, ENOUGH_S = 4, 2.0
-"""After so many rows, none is begun if those after the first have taken so many seconds. A single
-call is bounded by the time limits of `EnvironmentConfig`; after a time-out none is begun."""
+"""After so many rows, none is begun if those after the first have taken so many seconds, nor after
+a time-out."""
 
 
 def try_verifier(
@@ -44,15 +44,13 @@ def try_verifier(
     *,
     chats: bool = False,
 ) -> None:
-    """Try the recipe's verifier (`environment.verifier`) on some rows of `prompts`, with the
-    reference answer as the response. If rollouts have several turns (tools, or a session class that
-    answers the model), a session is begun and takes one step instead. Each verifier of
-    `environment.mixture` (verifiers for parts of the data) is tried. `variables`: {name: value}
-    that the chat template reads besides. `chats`: prompts are chats.
+    """Try the verifier, or each one of `environment.mixture`, on some rows, with the reference
+    answer as the response; of a session or tools its first step. `variables`: that the chat
+    template reads besides. `chats`: prompts are chats.
 
-    Raises `ValueError` with the first failure's message if, of one verifier, at least the fraction
-    `environment.max_failure_share` of the calls fail. Scores do not matter, except that `math` must
-    find every reference answer equal to itself.
+    Raises `ValueError` with the first failure if at least `environment.max_failure_share` of a
+    verifier's calls fail. Scores do not matter, but `math` must find reference answers equal to
+    themselves.
     """
     chats = chats and bool(config.session)
     codec = Codec.of(
@@ -64,30 +62,27 @@ def try_verifier(
     )
     tried = asyncio.run(_try(config, prompts, codec))
     for name in dict.fromkeys(prompt.environment for prompt, _ in tried):
-        part, where = config, "environment"
+        section, key = config, "environment"
         if config.mixture and not config.has_sessions:
-            part, where = config.named_parts[name], f"environment.mixture.{name}"
+            section, key = config.named_parts[name], f"environment.mixture.{name}"
         calls = [(prompt, verdict) for prompt, verdict in tried if prompt.environment == name]
         failed = [(prompt, verdict) for prompt, verdict in calls if verdict is not None]
-        setting = setting_of(part).removeprefix("environment.")
-        several = part.tools.functions or part.tools.servers or part.rewards
-        agent = part.agent.function or " ".join(part.agent.command)
-        named = part.session or agent or ", ".join(several) or part.verifier
+        setting = setting_of(section).removeprefix("environment.")
+        several = section.tools.functions or section.tools.servers or section.rewards
+        agent = section.agent.function or " ".join(section.agent.command)
+        named = section.session or agent or ", ".join(several) or section.verifier
         for prompt, verdict in failed[:1]:
-            said = " ".join((verdict.detail or verdict.failure).split())
+            detail = " ".join((verdict.detail or verdict.failure).split())
             require(
                 len(failed) < max(1.0, config.max_failure_share * len(calls)),
-                f"{where}.{setting} '{named}' failed for {len(failed)} of {len(calls)} rows on"
-                f" which it was tried, first for row {prompt.index}: {said}; mend it, or set"
+                f"{key}.{setting} '{named}' failed for {len(failed)} of {len(calls)} rows on"
+                f" which it was tried, first for row {prompt.index}: {detail}; mend it, or set"
                 " another",
             )
 
 
 def rows_to_try(prompts: PromptList) -> list[Prompt]:
-    """The prompts with which the verifier is tried, about 32: the first in training order. With
-    several verifiers (`environment.mixture`): the first rows of each in file order, one of each
-    verifier after the other.
-    """
+    """About 32 prompts: the first in training order, or of each verifier of a mixture in turn."""
     if not prompts.environments:
         return [prompts.at(ordinal) for ordinal in range(min(MOST_ROWS, len(prompts)))]
     by_name: dict[str, list[Prompt]] = {}
@@ -101,19 +96,19 @@ def rows_to_try(prompts: PromptList) -> list[Prompt]:
 async def _try(
     config: EnvironmentConfig, prompts: PromptList, codec: Codec
 ) -> list[tuple[Prompt, Verdict | None]]:
-    """(prompt, verdict if the call failed, otherwise None) of each call."""
+    """(prompt, verdict if the call failed) of each call."""
     environment, until = Environment(config, codec), 0.0
     tried: list[tuple[Prompt, Verdict | None]] = []
     least = LEAST_ROWS * max(1, len(config.mixture))
-    is_math = {name: part.verifier == "math" for name, part in config.named_parts.items()}
+    is_math = {name: section.verifier == "math" for name, section in config.named_parts.items()}
     try:
         await environment.start()
         for prompt in rows_to_try(prompts):
             if len(tried) >= least and time.monotonic() > until:
                 break
             whether = is_math.get(prompt.environment, config.verifier == "math")
-            found = await _call(environment, prompt, is_math=whether)
-            failed = found if isinstance(found, Verdict) and found.failure else None
+            result = await _call(environment, prompt, is_math=whether)
+            failed = result if isinstance(result, Verdict) and result.failure else None
             tried.append((prompt, failed))
             if len(tried) == 1:  # which imports what the verifier needs
                 until = time.monotonic() + ENOUGH_S
@@ -127,22 +122,22 @@ async def _try(
 async def _call(
     environment: Environment, prompt: Prompt, *, is_math: bool
 ) -> Segment | Verdict | None:
-    """One call of the verifier, or the first two of a session. `is_math`: the verifier is `math`,
-    for which a reference that does not equal itself is a failure.
+    """One call of the verifier, or the first two of a session. `is_math`: a reference that does not
+    equal itself is a failure.
     """
     if not environment.has_start:
         marked = prompt.answer
         if is_math and of_app("final_expression")(marked) is None:
             marked = f"\\boxed{{{marked}}}"
         written = without_opening(prompt, environment.thinking)
-        found = await environment.score(written, marked, 0, False)
-        if is_math and not (found.failure or found.correct):
+        verdict = await environment.score(written, marked, 0, False)
+        if is_math and not (verdict.failure or verdict.correct):
             detail = (
                 f"the reference answer {prompt.answer!r:.200} is not mathematics: it does not equal"
                 " itself; set environment.verifier to 'exact_match' or to a function of your own"
             )
-            return replace(found, failure="error", detail=detail)
-        return found
+            return replace(verdict, failure="error", detail=detail)
+        return verdict
     key = f"trial {prompt.index}"
     begun = await environment.begin(key, prompt)
     if isinstance(begun, Verdict):
@@ -157,10 +152,8 @@ async def _call(
 
 
 def check_verifier(config: EnvironmentConfig) -> list[dict[str, Any]]:
-    """Raise `ValueError` unless the verifier, session class (which answers the model in rollouts of
-    several turns) or tools of the environment can be loaded in a worker process, which is started
-    and ended here. Returns the tools in OpenAI's format: {"type": "function", "function": {name,
-    description, parameters}}; an empty list without tools.
+    """Raise `ValueError` unless verifier, session or tools can be loaded in a worker process.
+    Returns the tools in OpenAI's format.
     """
     if config.programs:
         of_app("say_protection")(config)

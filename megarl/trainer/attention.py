@@ -1,5 +1,5 @@
-"""Attention of Hugging Face models through megarl's kernels, by `AttentionInterface.register`, and
-the refusal of models whose attention would be computed wrongly.
+"""Attention of Hugging Face models through megarl's kernels, and the refusal of models whose
+attention would be computed wrongly.
 """
 
 from __future__ import annotations
@@ -18,17 +18,15 @@ from megarl.trainer.logits import unknown_logits
 ATTENTION = "megarl_packed"
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-"""Settings of config.json that say how many experts a layer has; a model with one of them above 0
-is refused."""
+"""Settings of config.json that are above 0 for a mixture of experts."""
 STATE_SPACE = ("mamba_d_state", "ssm_state_size", "state_size")
-"""Settings of config.json that only models with state-space layers have, such as Mamba."""
+"""Settings of config.json that only models with state-space layers have."""
 
 Attend = Callable[..., torch.Tensor]
 """(q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], scale=float, window=int or None, cap=float or None,
-sinks=[Hq] or None) -> [T, Hq, D]: a function that computes the causal attention of every layer for
-one micro-batch of T packed tokens. `scale`: factor of the scores. `window`: a query attends to so
-many tokens at most, itself included. `cap`: a scaled score s becomes cap tanh(s / cap). `sinks`:
-for each query head the score of one more key, whose value is 0."""
+sinks=[Hq] or None) -> [T, Hq, D]: causal attention of a micro-batch's T packed tokens. `window`: a
+query attends to so many tokens at most, itself included. `cap`: a scaled score s becomes cap tanh(s
+/ cap). `sinks`: each query head's score of one more key, whose value is 0."""
 
 
 def _attention(
@@ -44,8 +42,8 @@ def _attention(
     attend: Attend | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attention with transformers' signature: query [1, Hq, T, D], key and value [1, Hkv, T, D] ->
-    [1, T, Hq, D]. `s_aux`: attention sinks [Hq].
+    """With transformers' signature: query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq,
+    D].
     """
     assert attend is not None and attention_mask is None and query.shape[0] == 1
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
@@ -57,11 +55,8 @@ AttentionInterface.register(ATTENTION, _attention)
 
 
 def refuse_unsupported(config: transformers.PretrainedConfig) -> None:
-    """Raise `ValueError`, which names the features, if a model uses what megarl's trainer does not
-    support: layer types other than full and sliding attention, attention to later tokens, longrope
-    or dynamic rotary embeddings, unknown transforms of the logits, a mixture of experts,
-    state-space layers, or sizes that differ from layer to layer. `config`: the model's transformers
-    configuration.
+    """Raise `ValueError`, which names the features, if a model has some that the trainer does not
+    support.
     """
     text = config.get_text_config()
     if getattr(text, "is_heterogeneous", False):  # Gemma 4: reading other settings raises
@@ -69,46 +64,43 @@ def refuse_unsupported(config: transformers.PretrainedConfig) -> None:
             f"model type {config.model_type} uses layers of different sizes, which training does"
             " not support; choose another model"
         )
-    found = ["state-space layers"] if any(hasattr(text, name) for name in STATE_SPACE) else []
+    features = ["state-space layers"] if any(hasattr(text, name) for name in STATE_SPACE) else []
     types = set(getattr(text, "layer_types", None) or [])
     if others := types - {"full_attention", "sliding_attention"}:
-        found.append(f"layer types {sorted(others)}")
+        features.append(f"layer types {sorted(others)}")
     if getattr(text, "use_bidirectional_attention", None):
-        found.append("attention to later tokens")
+        features.append("attention to later tokens")
     rope = getattr(text, "rope_parameters", None) or {}
-    for kind in {
-        str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)
+    for rope_type in {
+        str(table.get("rope_type")) for table in (rope, *rope.values()) if isinstance(table, dict)
     }:
         # These look at the longest document of a row, or of a rank's part of it: log-probs would
         # depend on the neighbours.
-        if kind == "longrope" or kind.startswith("dynamic"):
-            found.append(f"{kind} rotary embeddings")
-    found += unknown_logits(text)
+        if rope_type == "longrope" or rope_type.startswith("dynamic"):
+            features.append(f"{rope_type} rotary embeddings")
+    features += unknown_logits(text)
     if any(getattr(text, name, 0) for name in EXPERTS):
-        found.append("mixture of experts")
-    if found:
+        features.append("mixture of experts")
+    if features:
         raise ValueError(
-            f"model type {config.model_type} uses {', '.join(found)}, which training does not"
+            f"model type {config.model_type} uses {', '.join(features)}, which training does not"
             " support; choose another model"
         )
 
 
 def layer_windows(config: transformers.PretrainedConfig) -> list[int | None]:
-    """The width of the sliding attention window of each layer of a model, in tokens, in the order
-    of the layers; None for a layer that attends to all earlier tokens.
-    """
+    """Each layer's sliding window in tokens, or None."""
     text = config.get_text_config()
     window, layers = getattr(text, "sliding_window", None), text.num_hidden_layers
-    kinds = getattr(text, "layer_types", None)
-    if kinds is None:
+    layer_types = getattr(text, "layer_types", None)
+    if layer_types is None:
         return [window] * layers
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+    return [window if layer_type == "sliding_attention" else None for layer_type in layer_types]
 
 
 def prove_attention(model: PreTrainedModel) -> None:
-    """Raise `ValueError` unless every layer of `model` calls megarl's attention function, with keys
-    and values of one width. The check is a forward pass of four tokens without weights: `model` is
-    on the meta device, built with `attn_implementation="megarl_packed"`.
+    """Raise `ValueError` unless every layer of `model`, on the meta device, calls megarl's
+    attention function with keys and values of one width.
     """
     calls: list[tuple[int, int]] = []
     """Width of keys and of values in each call."""
@@ -119,7 +111,7 @@ def prove_attention(model: PreTrainedModel) -> None:
         calls.append((k.shape[-1], v.shape[-1]))
         return torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
 
-    kind, layers = model.config.model_type, model.config.get_text_config().num_hidden_layers
+    family, layers = model.config.model_type, model.config.get_text_config().num_hidden_layers
     reason = ""
     try:
         with torch.device("meta"), torch.no_grad():
@@ -130,27 +122,26 @@ def prove_attention(model: PreTrainedModel) -> None:
             words = torch.zeros(1, 4, embedding.weight.shape[1])
             model.base_model(inputs_embeds=words, position_ids=row, use_cache=False, attend=attend)
     except Exception as error:  # whatever a model's own code raises
-        said = str(error).splitlines()[0] if str(error) else "no message"
-        reason = f" ({type(error).__name__}: {said})"
+        message = str(error).splitlines()[0] if str(error) else "no message"
+        reason = f" ({type(error).__name__}: {message})"
     if len(calls) != layers:
         raise ValueError(
-            f"model type {kind} takes the attention of {len(calls)} of its {layers} layers from"
+            f"model type {family} takes the attention of {len(calls)} of its {layers} layers from"
             f" transformers' AttentionInterface{reason}; training needs it of all, choose another"
             " model"
         )
     for keys, values in calls:
         if keys != values:
             raise ValueError(
-                f"model type {kind} has values of width {values} and keys of width {keys} in its"
+                f"model type {family} has values of width {values} and keys of width {keys} in its"
                 " attention (multi-head latent attention), which training does not support;"
                 " choose another model"
             )
 
 
 def attention_line(precision: str, device: torch.device) -> str:
-    """One line of text for the log, without a newline: which attention kernel `training.attention:
-    auto` stands for on `device`, and why. `precision`: the dtype of the activations by name,
-    "float32", "bfloat16" or "float16".
+    """A line for the log: which kernel `training.attention: auto` stands for on `device`, and why.
+    `precision`: dtype of the activations.
     """
     chosen, why = automatic_attention(getattr(torch, precision), device)
     return f"training.attention auto is {chosen}: {why}"

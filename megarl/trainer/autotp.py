@@ -1,13 +1,9 @@
-"""Tensor parallelism by DeepSpeed's AutoTP, on the same `tp_plan` as `sharding`:
+"""Tensor parallelism by DeepSpeed's AutoTP, on the same `tp_plan` as `sharding`, for
 `training.tensor_backend: autotp`.
 
-    model (whole, on every rank)  ->  the same model with AutoTP's layers, and {parameter name:
-    Shard}
-
 AutoTP is given the model, not the engine: `tensor_parallel.autotp_size` among DeepSpeed's settings
-would discard our mesh for groups of its own, and leave the reference model, which has no engine,
-whole. Embedding and head stay whole on every rank. AutoTP cuts weights, not shapes, so every rank
-loads the whole model into its host memory first; `training.tensor_backend: plan` does not.
+would discard our mesh, and leave a frozen model whole. Embedding and head stay whole. AutoTP cuts
+weights, so every rank loads the whole model on the host first.
 """
 
 from __future__ import annotations
@@ -27,10 +23,9 @@ from megarl.trainer.sharding import WORD_STYLES, kv_heads, refuse_tensor
 
 
 def shard_with_autotp(model: PreTrainedModel, mesh: ProcessMesh) -> dict[str, Shard]:
-    """Have DeepSpeed AutoTP shard `model` over the tensor-parallel ranks of `mesh`, in place. The
-    model has its weights on the CPU; all ranks of `mesh` call it together. Returns {parameter name:
-    which indices of which dimension each rank holds} for the parameters that are split; {} for one
-    tensor-parallel rank. Raises `ValueError` if AutoTP cannot shard the model.
+    """Have AutoTP shard `model`, whose weights are on the CPU, over the tensor-parallel ranks, in
+    place. Returns {parameter name: how it is split}. Raises `ValueError` if AutoTP cannot.
+    Collective.
     """
     axis = mesh.tensor
     if axis.size == 1:
@@ -72,29 +67,26 @@ def shard_with_autotp(model: PreTrainedModel, mesh: ProcessMesh) -> dict[str, Sh
 
 
 def shards_of(model: nn.Module) -> dict[str, Shard]:
-    """How the ranks split the parameters of a model that DeepSpeed AutoTP has sharded: {parameter
-    name: the split dimension and the index at which each rank's part begins}, read from the layers
-    that AutoTP has put into the model. Parameters that AutoTP leaves whole are not in the dict.
+    """How AutoTP has split a model's parameters, read from its layers; without those that are
+    whole.
     """
     from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
 
-    found = {}
+    shards = {}
     for name, layer in model.named_modules():
         if isinstance(layer, LinearAllreduce | LinearLayer):
             sizes = layer._partition_sizes
             edges = tuple(sum(sizes[:rank]) for rank in range(len(sizes) + 1))
             by_column = isinstance(layer, LinearLayer)
-            found[f"{name}.weight"] = Shard(0 if by_column else 1, edges)
+            shards[f"{name}.weight"] = Shard(0 if by_column else 1, edges)
             if by_column and layer.bias is not None:
-                found[f"{name}.bias"] = Shard(0, edges)
-    return found
+                shards[f"{name}.bias"] = Shard(0, edges)
+    return shards
 
 
 def refuse_cut_parameters(model: PreTrainedModel, tensor: int) -> None:
-    """Raise `ValueError`, with the setting to change, if `model` has a parameter with an entry for
-    each attention head that belongs to no linear layer, such as attention sinks: over `tensor`
-    ranks, DeepSpeed AutoTP would split the heads, but not this parameter. `model` may be on the
-    meta device.
+    """Raise `ValueError` for a parameter with an entry per attention head outside a linear layer,
+    such as sinks: AutoTP would split the heads alone.
     """
     patterns = "|".join(
         re.escape(name).replace(r"\*", r"\d+") for name in (model.tp_plan if tensor > 1 else ())
@@ -109,11 +101,7 @@ def refuse_cut_parameters(model: PreTrainedModel, tensor: int) -> None:
 
 
 def refuse_autotp(config: transformers.PretrainedConfig, tensor: int) -> None:
-    """Raise `ValueError`, with the setting to change, if DeepSpeed AutoTP cannot shard a model with
-    this transformers configuration over `tensor` tensor-parallel ranks: the model has no
-    tensor-parallel plan in transformers, or a size such as the number of key-value heads is not
-    divisible.
-    """
+    """Raise `ValueError` if AutoTP cannot shard such a model over `tensor` ranks."""
     refuse_tensor(config, tensor)
     heads = kv_heads(config)
     if heads % tensor:

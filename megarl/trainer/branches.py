@@ -4,9 +4,8 @@
     documents   p p a b c d | p e | F      the second p is there twice: it predicts a and e
     begins           0         1    4      tokens of the first document that they attend to
 
-A token's state depends on the tokens that it continues alone: what branches have in common is
-computed once, and all of them attend to it. A state predicts one trained token; each further one
-has a copy of the token that it continues before it. F, of the environment, needs none.
+A state predicts one trained token; for each further one the token that it continues is copied
+before it. F, of the environment, needs none.
 """
 
 from __future__ import annotations
@@ -24,40 +23,39 @@ ABOVE, NONE = -1, -2
 
 
 class BranchPart(NamedTuple):
-    """Tokens of a sample, each of which continues the one before it: a document."""
+    """A document: tokens of which each continues the one before it."""
 
     places: np.ndarray
-    """[n] int64 index of each token among the tokens of all samples."""
+    """[n] int64 index of each token among those of all samples."""
     targets: np.ndarray
-    """[n] int64 index of the token that each token predicts, or -1 for none."""
+    """[n] int64 index of the token that it predicts, or -1."""
     parent: int
-    """Number, in the list of the sample's parts, of the part that this one continues; ABOVE for the
-    tokens before them, NONE for a conversation of its own."""
+    """The sample's part that this one continues; ABOVE for the tokens before them, NONE for a
+    conversation of its own."""
     begin: int
-    """Number of tokens before it that this part continues."""
+    """Tokens before it that it continues."""
 
 
 def next_tokens(samples: Samples) -> tuple[np.ndarray, set[int]]:
-    """([T] int64 index of the token that each token predicts, or -1 for none; numbers of the rows
-    of `samples.branches` whose first token is predicted by a copy of the token that it continues).
+    """([T] int64 index of the token that each one predicts, or -1; numbers of `samples.branches`
+    whose first token is predicted by a copy).
     """
-    found = np.arange(1, len(samples.token_ids) + 1)
-    found[samples.offsets[1:] - 1] = -1
-    found[samples.branches[:, 0] - 1] = -1
+    following = np.arange(1, len(samples.token_ids) + 1)
+    following[samples.offsets[1:] - 1] = -1
+    following[samples.branches[:, 0] - 1] = -1
     copies = set(copied(samples.branches, samples.mask))
     for number, (first, before) in enumerate(samples.branches.tolist()):
         if before >= 0 and samples.mask[first] and number not in copies:
-            found[before] = first
-    return found, copies
+            following[before] = first
+    return following, copies
 
 
 def branch_parts(
     samples: Samples, number: int, begin: int, following: np.ndarray, copies: Collection[int]
 ) -> list[BranchPart]:
-    """The parts of sample `number` behind its first `begin` tokens, depth first: a part comes
-    before those that continue it, conversations of their own come last. A branch that continues one
-    of the first `begin` tokens continues the last of them, and begins with an untrained token.
-    `following` and `copies`: from `next_tokens`.
+    """The parts of sample `number` after its first `begin` tokens, depth first, conversations of
+    their own last. A branch that continues one of the first tokens continues the last of them, and
+    begins with an untrained token.
     """
     first, last = samples.offsets[number : number + 2].tolist()
     low, high = np.searchsorted(samples.branches[:, 0], (first, last)).tolist()
@@ -90,12 +88,12 @@ def branch_parts(
 def _joined(
     places: np.ndarray, targets: np.ndarray, links: dict[int, int], begin: int
 ) -> list[BranchPart]:
-    """The nodes as parts, each up to a last token of the tree. `links`: {node: the one that it
-    continues}; others continue the node before them. `begin`: tokens ABOVE the nodes.
+    """The nodes as parts. `links`: {node: the one that it continues, if not the one before it}.
+    `begin`: tokens ABOVE the nodes.
 
-    Where several nodes continue one, the part goes on with that behind which the most branches are:
-    so a part of a sample with n branches has at most log2(n) + 1 above it, for each of which
-    attention is called once more.
+    Where several nodes continue one, the part goes on with the one with most branches: so a part of
+    a sample with n branches has at most log2(n) + 1 above it, for each of which attention is
+    called.
     """
     cuts = sorted({*links, *(link + 1 for link in links.values() if link >= 0)} - {len(places)})
     children: dict[int, list[int]] = {ABOVE: [], NONE: []} | {
@@ -104,7 +102,7 @@ def _joined(
     for piece, cut in enumerate(cuts):
         link = links.get(cut, cut - 1)
         children[bisect_right(cuts, link) - 1 if link >= 0 else link].append(piece)
-    ends, found = [*cuts[1:], len(places)], list[BranchPart]()
+    ends, parts = [*cuts[1:], len(places)], list[BranchPart]()
     leaves = [0] * len(cuts)  # of the tree behind each piece
     for piece in reversed(range(len(cuts))):
         leaves[piece] = sum(leaves[child] for child in children[piece]) or 1
@@ -117,9 +115,9 @@ def _joined(
             nodes.append(np.arange(cuts[piece], ends[piece]))
             end += ends[piece] - cuts[piece]
             following = max(children[piece], key=lambda one: leaves[one], default=None)
-            aside += [(one, len(found), end) for one in children[piece] if one != following]
+            aside += [(child, len(parts), end) for child in children[piece] if child != following]
             piece = following
         waiting += reversed(aside)
         chosen = np.concatenate(nodes)
-        found.append(BranchPart(places[chosen], targets[chosen], parent, depth))
-    return found
+        parts.append(BranchPart(places[chosen], targets[chosen], parent, depth))
+    return parts

@@ -33,18 +33,12 @@ def build_network(
     head: HeadName = "logprobs",
     needs_score: bool = False,
 ) -> RoleModel:
-    """Create the model of `config` as a `RoleModel`, a Hugging Face model with one of megarl's
-    heads, with this rank's weights on `device`: its tensor-parallel shard, and under ZeRO 3 a slice
-    of that shard. LoRA adapters of `training.lora` are in it. All ranks of `mesh` call it together.
+    """The model of `config` with its head, LoRA adapters, and this rank's weights on `device`: its
+    tensor-parallel shard, and under ZeRO 3 a slice of that. `seed`: of random weights. Raises
+    `ValueError` as `open_weights`. Collective.
 
-    `seed`: of weights that are drawn at random. `head`: what the model computes: "logprobs",
-    "value" (a number for each token), "scalar" (one for each sample) or "states" (last hidden
-    states). With `needs_score`, raises `ValueError` for a checkpoint without a score head. Also
-    raises `ValueError` for a checkpoint whose tensors are not those of its config.json.
-
-    With `training.tensor_backend: autotp` and more than one tensor-parallel rank, every rank first
-    loads the whole model on the CPU, where the returned model then is: AutoTP can only shard loaded
-    weights. `needs_score` has no effect then.
+    For AutoTP over several ranks every rank loads the whole model on the CPU, where the returned
+    one then is; `needs_score` has no effect.
     """
     dtype = DTYPES[training.dtype]
     if training.tensor_backend == "autotp" and mesh.tensor.size > 1:
@@ -59,27 +53,22 @@ def build_network(
         weights = adapter_weights(weights, shapes, training.lora, seed=seed)
     if training.zero_stage == 3:
         replicas = mesh.gradient
-        part = Part(network.shards, mesh.tensor.rank, replicas.rank, replicas.size)
+        own_part = Part(network.shards, mesh.tensor.rank, replicas.rank, replicas.size)
         make = Partitioner(deepspeed_config(training, replicas.size), mesh, dtype)
-        load_weights(network.model, weights, part, dtype=dtype, device=device, make=make)
+        load_weights(network.model, weights, own_part, dtype=dtype, device=device, make=make)
     else:
-        part = Part(network.shards, mesh.tensor.rank)
-        load_weights(network.model, weights, part, dtype=dtype, device=device)
+        own_part = Part(network.shards, mesh.tensor.rank)
+        load_weights(network.model, weights, own_part, dtype=dtype, device=device)
     return network
 
 
 class Partitioner:
-    """Makes DeepSpeed ZeRO 3 parameters from this rank's slices, without a whole tensor on any
-    rank: `Partitioner(settings, mesh, dtype)(part, shape, requires_grad)` returns an
-    `nn.Parameter`. `settings`: the DeepSpeed configuration, as a dict. `part`: the flat slice, of
-    ceil(numel / n) elements for n data x sequence ranks. `shape`: that of the whole tensor-parallel
-    shard. All ranks of `mesh` create a `Partitioner` together.
+    """Makes ZeRO 3 parameters from this rank's slices, without a whole tensor on any rank.
+    Collective.
     """
 
     def __init__(self, settings: dict[str, object], mesh: ProcessMesh, dtype: torch.dtype) -> None:
-        """`settings`: the DeepSpeed configuration, as a dict, with which `deepspeed.initialize` is
-        called later.
-        """
+        """`settings`: those for `deepspeed.initialize`."""
         view = DeepSpeedView(mesh)
         with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
             deepspeed.init_distributed(
@@ -97,18 +86,18 @@ class Partitioner:
         self._num_slices = mesh.gradient.size
 
     def __call__(self, part: torch.Tensor, shape: torch.Size, requires_grad: bool) -> nn.Parameter:
-        """A ZeRO 3 parameter made of `part`, this rank's flat slice with its padding, which is kept
-        and not copied. `shape`: shape of the whole tensor-parallel shard.
+        """A parameter made of `part`, this rank's flat slice of ceil(numel / n) elements, padding
+        included, which is not copied. `shape`: the whole tensor-parallel shard's.
         """
         # A view of one element: DeepSpeed asks for the shape, and nothing whole is allocated.
         unfilled = torch.zeros(1, dtype=part.dtype, device=part.device).expand(shape)
         parameter = nn.Parameter(unfilled, requires_grad=requires_grad)
         self._init._convert_to_deepspeed_param(parameter)
-        made: torch.Tensor = part
-        made.ds_numel = part.numel()  # type: ignore[attr-defined]
-        made.status = PartitionedParamStatus.AVAILABLE  # type: ignore[attr-defined]
-        made.final_location = None  # type: ignore[attr-defined]
-        parameter.ds_tensor = made  # type: ignore[attr-defined]
+        partition: torch.Tensor = part
+        partition.ds_numel = part.numel()  # type: ignore[attr-defined]
+        partition.status = PartitionedParamStatus.AVAILABLE  # type: ignore[attr-defined]
+        partition.final_location = None  # type: ignore[attr-defined]
+        parameter.ds_tensor = partition  # type: ignore[attr-defined]
         parameter.ds_numel_aligned = part.numel() * self._num_slices  # type: ignore[attr-defined]
         free_param(parameter)
         return parameter

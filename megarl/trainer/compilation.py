@@ -1,4 +1,4 @@
-"""DeepSpeed compiles small extensions on first use, one process at a time, behind a lock file."""
+"""DeepSpeed compiles extensions on first use, one process at a time, behind a lock file."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from megarl.system.console import say
 
 
 def drop_stale_locks(root: Path | None = None, *, older_than_s: float = 240.0) -> list[Path]:
-    """Delete the lock files of DeepSpeed's C++ extension builds that are older than `older_than_s`
-    seconds, and say so on standard error; returns their paths. A build takes about half a minute,
-    and torch leaves the lock file of a killed process, for which later builds would wait for ever.
-    `root`: folder of torch's extensions; by default TORCH_EXTENSIONS_DIR or torch's own.
+    """Delete the lock files of extension builds that are older than `older_than_s`, and return
+    their paths. torch leaves the lock of a killed process, for which later builds would wait for
+    ever. `root`: folder of torch's extensions.
     """
-    place = root or _build_root()
+    folder = root or _build_root()
     dropped = []
-    for lock in place.glob("**/deepspeed_*/lock"):
+    for lock in folder.glob("**/deepspeed_*/lock"):
         with contextlib.suppress(FileNotFoundError):  # another rank was faster
             if time.time() - lock.stat().st_mtime > older_than_s:
                 lock.unlink()
@@ -32,22 +31,19 @@ def drop_stale_locks(root: Path | None = None, *, older_than_s: float = 240.0) -
 
 
 def _build_root() -> Path:
-    """The folder of DeepSpeed's compiled operators."""
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
 
 
 @contextlib.contextmanager
 def announced(root: Path | None = None, *, after_s: float = 2.0) -> Iterator[None]:
-    """A context manager that prints one line on standard error if DeepSpeed compiles a C++
-    extension within its block: if the lock file of a build is there for `after_s` seconds. Loading
-    a compiled extension takes less. `root`: folder of torch's extensions; by default
-    TORCH_EXTENSIONS_DIR or torch's own.
+    """A context that prints a line if DeepSpeed compiles an extension in it: if a lock file is
+    there for `after_s`. Loading a compiled one takes less.
     """
-    place, over = root or _build_root(), threading.Event()
+    folder, over = root or _build_root(), threading.Event()
 
     def watch() -> None:
         while not over.wait(after_s / 4):
-            for lock in place.glob("**/lock"):
+            for lock in folder.glob("**/lock"):
                 with contextlib.suppress(FileNotFoundError):
                     if time.time() - lock.stat().st_mtime > after_s:
                         say(f"compiling DeepSpeed's {lock.parent.name}: about a minute, once")

@@ -1,5 +1,4 @@
-"""What every training loop needs on a rank: process groups, run folder, checkpoints, observer; and
-what it says at the start: settings that changed, weights that rounding keeps.
+"""What every training loop needs on a rank: process groups, run folder, checkpoints, observer.
 
     with open_context(config, inputs) as run:   # joins the ranks, makes the mesh and the run folder
         ...build the loop's models...
@@ -7,7 +6,7 @@ what it says at the start: settings that changed, weights that rounding keeps.
         progress = run.resume(checkpoints)      # progress of the checkpoint, or None
         observer = run.observe(first_step)      # metrics, TensorBoard, report; on rank 0
 
-A loop adds what it alone needs (engines, a second model) and closes it through `run.stack`.
+A loop closes what it adds (engines, a second model) through `run.stack`.
 """
 
 from __future__ import annotations
@@ -62,69 +61,59 @@ if TYPE_CHECKING:
 
 
 DataRows = DemonstrationList | PreferenceList
-"""The data set of a run that is not reinforcement learning: demonstrations or preference pairs."""
+"""The data set of a run that is not reinforcement learning."""
 
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What the checks before a run have loaded and found: layout, tokenizer, config.json, data sets
-    and the checkpoint to resume from. `megarl.checks.preflight` makes one on every rank;
-    `open_context` takes it. Many fields are set on rank 0 only, which has read the data.
+    """What `megarl.checks.preflight` has loaded, on every rank. Data, checkpoint and lease are on
+    rank 0 only.
     """
 
     layout: Layout
     tokenizer: PreTrainedTokenizerBase
     hf: transformers.PretrainedConfig
-    """Hugging Face configuration of the model (config.json)."""
+    """The model's config.json."""
     stop_token_ids: list[int]
     data: str
-    """On rank 0: digest of the prompts or demonstrations and of their order, by which a checkpoint
-    knows its data again."""
+    """Digest of the data and their order, which a checkpoint stores."""
     prompts: PromptList | None = None
-    """On rank 0: the training prompts, which rank 0 passes to the rollout service."""
     held_out: PromptList | None = None
-    """On rank 0: the problems for evaluation, which rank 0 passes to the rollout service."""
+    """For evaluation."""
     rows: DataRows | None = None
-    """On rank 0: the demonstrations or preferences to train on. Rank 0 sends each step's rows to
-    the others."""
+    """Rank 0 sends each step's rows to the others."""
     held_out_rows: DataRows | None = None
-    """On rank 0: the demonstrations or preferences that are evaluated on."""
     resume_from: Path | None = None
-    """On rank 0: folder of the checkpoint to resume from; None for a new run."""
+    """None for a new run."""
     ranks: tuple[int, ...] | None = None
-    """Ranks that the policy uses; None: all ranks of the job."""
+    """The policy's; None: all ranks of the job."""
     roles: dict[str, RolePlace] = field(default_factory=dict)
-    """{name: ranks and layout} of the models beside the policy, such as `reference`."""
+    """Models beside the policy, such as `reference`."""
     owner: Lease | None = None
-    """On rank 0: the lease by which this run owns its run folder, so that no other run writes
-    there; None where the folder has no owner."""
+    """By which this run owns its folder; None where nobody does."""
     tools: list[dict[str, Any]] = field(default_factory=list)
-    """The tools that prompts show, in OpenAI's format: {"type": "function", "function": {name,
-    description, parameters}}."""
+    """Tools that prompts show, in OpenAI's format."""
     table: list[ParameterSpec] | None = None
-    """On the policy's first rank: what engines store of each tensor of the model's checkpoint, by
-    which weights are sent to them; None in commands that send none."""
+    """On the policy's first rank: how engines store each tensor of the model, if weights are
+    sent."""
 
     @property
     def num_rows(self) -> int:
-        """On rank 0 the number of prompts, demonstrations or preference pairs to train on; 0 on
-        other ranks, which have no data.
-        """
+        """Prompts or rows to train on; 0 on ranks without data."""
         return len(self.prompts or ()) + len(self.rows or ())
 
     def __str__(self) -> str:
         counts = {"prompts": self.prompts, "rows": self.rows}
-        found = [f"{len(rows)} {name}" for name, rows in counts.items() if rows is not None]
+        texts = [f"{len(rows)} {name}" for name, rows in counts.items() if rows is not None]
         if self.resume_from is not None:
-            found.append(f"resumes from {self.resume_from}")
-        return ", ".join([str(self.layout), *found])
+            texts.append(f"resumes from {self.resume_from}")
+        return ", ".join([str(self.layout), *texts])
 
 
 @dataclass
 class RunContext:
-    """What a run has opened on this rank: settings, process mesh, device and run folder.
-    `open_context` makes it. Its methods make the models (`role`), `checkpoints` and the writer of
-    metrics (`observe`), and close them when the run ends.
+    """What a run has opened on this rank, made by `open_context`. Models, checkpoints and observer
+    are closed at the end of the run.
     """
 
     config: AnyConfig
@@ -132,39 +121,29 @@ class RunContext:
     mesh: ProcessMesh
     device: torch.device
     run_id: str
-    """Random id of the run in hexadecimal, the same on every rank; "" where nobody owns the run
-    folder."""
+    """Random, in hexadecimal, the same on every rank; "" where nobody owns the folder."""
     stack: ExitStack
-    """Exit stack for what the training loop opens; closed in reverse order, also after an error."""
+    """Closes what the loop opens, in reverse order, also after an error."""
     saved_at: float = field(default_factory=time.monotonic)
-    """Time of the last checkpoint that was due, at first of the start, by `time.monotonic`."""
+    """`time.monotonic` of the last due checkpoint, at first of the start."""
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank is the first of the run's mesh, which writes metrics and prints
-        messages.
-        """
+        """Whether this rank writes metrics and prints messages: the first of the run's mesh."""
         return self.mesh.rank == 0
 
     @property
     def folder(self) -> Path:
-        """Path of the run folder, as the setting `folder` has it: absolute or relative to the
-        working directory.
-        """
         return Path(self.config.folder)
 
     @property
     def recording(self) -> Recording | None:
-        """A `Recording`, which names the folder RUN/activity in which each process of the run
-        writes what it is doing (spans with their times) to a file of its own; None if
-        `observe.activity` is off.
-        """
+        """Where each process records its spans; None if `observe.activity` is off."""
         return Recording.of(self.folder, self.run_id, enabled=self.config.observe.activity)
 
     def make_mesh(self, place: RolePlace) -> ProcessMesh:
-        """Create process groups for one more model, over the ranks and in the layout that `place`
-        names. All ranks of the job call it together, also those that are not in the mesh. The mesh
-        is destroyed at the end of the run.
+        """Process groups for one more model, until the end of the run. Collective over all ranks of
+        the job.
         """
         mesh = ProcessMesh(
             place.layout, ranks=place.ranks, timeout_s=self.config.training.collective_timeout_s
@@ -181,15 +160,10 @@ class RunContext:
         training: TrainingConfig | None = None,
         mesh: ProcessMesh | None = None,
     ) -> Role:
-        """Create one of the run's models, such as "policy" or "reference", under DeepSpeed on the
-        ranks of `mesh`, which call it together; the model is destroyed at the end of the run.
-
-        `name`: for messages. `model`: path of its weights. `head`: what it computes: "logprobs",
-        "value" (a number for each token), "scalar" (one for each sample) or "states" (last hidden
-        states). `optimizer_steps`: optimizer steps of the whole run, for the learning-rate
-        schedule; None makes a frozen model. `training` (precision, ZeRO stage, optimizer) and
-        `mesh` default to those of the run. Raises `UserError` on every rank if a weight is not
-        finite.
+        """Create one of the run's models, such as "policy", under DeepSpeed. Collective over
+        `mesh`. Precision, ZeRO stage and optimizer (`training`) and `mesh` default to the run's;
+        for `head` and `optimizer_steps` see `Role`. Raises `UserError` on every rank if a weight is
+        not finite.
         """
         # Imported here: a recipe is checked without DeepSpeed, which takes seconds to import.
         from megarl.trainer.compilation import announced
@@ -225,21 +199,17 @@ class RunContext:
         roles: Mapping[str, str] | None = None,
         everyone: Axis | None = None,
     ) -> Checkpoints:
-        """The object that saves the trained model `engine` into `checkpoints` of the run folder and
-        restores it; closed at the end of the run. All ranks with a part of a trained model call it
-        together.
-
-        `engine` is None on ranks outside the policy. `others`: {name: model} of further trained
-        models on this rank, such as the critic. `roles`: what `trained_roles` returns on the
-        further trained models of all ranks. `everyone`: all ranks with a part of a trained model;
-        None for those of the run's mesh.
+        """Saves the trained model `engine` (None outside the policy) and restores it. Collective
+        over `everyone`, all ranks that train a model; by default the run's mesh. `others`: {name:
+        model} of further trained models on this rank. `roles`: `trained_roles` of those of all
+        ranks.
         """
         training = self.config.training
         model: Any = engine.module.model if engine is not None else None
         if model is not None and model.generation_config is not None:
             # What ends a response here ends it wherever the saved model is served.
             model.generation_config.eos_token_id = self.inputs.stop_token_ids
-        made = Checkpoints(
+        checkpoints = Checkpoints(
             self.folder / "checkpoints",
             keep=training.checkpoint.keep,
             best=training.checkpoint.best,
@@ -259,30 +229,25 @@ class RunContext:
             generation=generation_config(self.config.model) if self.is_main else None,
             names=exported_names(model) if model is not None else {},
         )
-        self.stack.callback(made.close)
-        return made
+        self.stack.callback(checkpoints.close)
+        return checkpoints
 
     def lost_folder(self) -> str:
-        """Why this run must write nothing more to its folder, as a sentence for the user, such as
-        that another run has taken the folder over; "" while this run owns the folder. Every rank of
-        the run's mesh gets the same text; all of them call it together.
-        """
+        """A sentence on why this run must write nothing more to its folder, or "". Collective."""
         owner = self.inputs.owner
         lost = owner.problem() if self.is_main and owner is not None else ""
         return broadcast_object(lost, self.mesh.world)
 
     def claim(self) -> Claim | None:
-        """A `Claim`, which any process, also on another host, can ask by `problem()` whether this
-        run still owns its run folder. None if the run has taken no ownership of the folder. All
-        ranks of the run's mesh call it together and get the same claim.
+        """By which any process, also on another host, can ask whether this run owns its folder;
+        None if it never did. Collective.
         """
         owner = self.inputs.owner
         return broadcast_object(owner.claim if owner is not None else None, self.mesh.world)
 
     def is_finished(self) -> bool:
-        """Whether nothing is left to do: the checkpoint to resume from is of the run's last step
-        already, and the evaluation after that step is made; rank 0 says so then on standard error.
-        All ranks call it together and get the same answer.
+        """Whether the checkpoint to resume from, and its evaluation, are of the last step; rank 0
+        then says so. Collective.
         """
         done = self._steps_done() if self.is_main else None
         finished = done is not None and done >= self.config.steps
@@ -297,8 +262,8 @@ class RunContext:
         return bool(broadcast_object(finished, mesh_module.all_ranks()))
 
     def _is_evaluated(self) -> bool:
-        """Whether the run folder has the evaluations after the last step that the recipe asks for,
-        each with metrics named `eval/...` or `eval_sampled/...`; also true without held-out data.
+        """Whether the evaluations after the last step that the recipe asks for are in the run
+        folder.
         """
         asked, config = list[str](), self.config
         if self.inputs.held_out is not None or self.inputs.held_out_rows is not None:
@@ -311,18 +276,16 @@ class RunContext:
             if record["step"] == config.steps
             for name in record
         ]
-        return all(any(name.startswith(kind) for name in written) for kind in asked)
+        return all(any(name.startswith(prefix) for name in written) for prefix in asked)
 
     def _steps_done(self) -> int | None:
-        """Steps of the checkpoint to resume from; None for a new run, and on other ranks than 0."""
+        """Steps of the checkpoint to resume from, if this is rank 0 and there is one."""
         chosen = self.inputs.resume_from
         return read_progress(chosen).step if chosen is not None else None
 
     def write_recipe(self) -> None:
-        """Write all settings of the run to `recipe.yaml` in the run folder, and say on standard
-        error which settings of a resumed run differ from those that it began with. Rank 0 calls it.
-        The file of a finished run stays as it is, since `megarl replay` repeats steps with its
-        settings.
+        """Write the settings to `recipe.yaml`, on rank 0, and say which ones a resumed run has
+        changed. A finished run keeps its file, for `megarl replay`.
         """
         recipe, config, done = self.folder / "recipe.yaml", self.config, self._steps_done()
         if done is not None and done >= config.steps and recipe.exists():
@@ -340,25 +303,22 @@ class RunContext:
         recipe.write_text(dump(config))
 
     def resume(self, checkpoints: Checkpoints) -> Progress | None:
-        """Load the checkpoint that the checks have chosen on rank 0 (`inputs.resume_from`), and
-        return where that run stood: step, position in the data, seed. None, and nothing is loaded,
-        for a new run. All ranks call it together.
+        """Load the checkpoint `inputs.resume_from` and return its progress; None for a new run.
+        Collective.
         """
         world = checkpoints.world
         chosen = broadcast_object(self.inputs.resume_from, world)
         if chosen is None:
             return None
         progress = checkpoints.load(chosen)
-        wanted = written_under(self.inputs.layout, self.config.training)
-        if self.is_main and progress.layout != wanted:
-            console.say(f"{chosen} was written under {progress.layout}; it goes on under {wanted}")
+        layout = written_under(self.inputs.layout, self.config.training)
+        if self.is_main and progress.layout != layout:
+            console.say(f"{chosen} was written under {progress.layout}; it goes on under {layout}")
         return progress
 
     def observe(self, first_step: int) -> Observer | None:
-        """An `Observer`, which writes metrics, TensorBoard and the report of the run into the run
-        folder, on rank 0; None on the other ranks. It is closed at the end of the run.
-        `first_step`: number of steps already done; records of later steps, which a killed process
-        left, are dropped.
+        """Metrics, TensorBoard and report, on rank 0; None on others. `first_step`: steps already
+        done; records of later ones, which a killed process left, are dropped.
         """
         if not self.is_main:
             return None
@@ -374,10 +334,8 @@ class RunContext:
 
 
 def trained_roles(config: RunConfig, places: Mapping[str, RolePlace]) -> dict[str, str]:
-    """{name: text} of the trained models beside the policy (critics). The text says how a model is
-    trained, by layout, ZeRO stage, precision and optimizer, such as "data 2 x sequence 1 x tensor
-    1, ZeRO 1, bfloat16"; checkpoints store it and compare it at a resume. `places`: {name: ranks
-    and layout} of all models beside the policy.
+    """{name: how it is trained} of the critics, such as "data 2 x sequence 1 x tensor 1, ZeRO 1,
+    bfloat16", for checkpoints. `places`: of all models beside the policy.
     """
     return {
         name: written_under(places[name].layout, role_training(config, name))
@@ -388,14 +346,9 @@ def trained_roles(config: RunConfig, places: Mapping[str, RolePlace]) -> dict[st
 
 @contextmanager
 def open_context(config: AnyConfig, inputs: RunInputs) -> Iterator[RunContext]:
-    """A context manager that sets up this rank for a run and gives its `RunContext`: it initialises
-    torch.distributed, creates the process mesh and the run folder, and sends what libraries print
-    to the folder's run.log. All ranks enter it together. On exit it closes what the run has opened.
-    An error in the block is printed and then raised again. Raises `UserError` if ranks have
-    different precisions.
-
-    The `config` of the context always has `steps`: where `config.epochs` is set, the number of
-    steps in so many passes over the prompts.
+    """Set up this rank for a run: torch.distributed, process mesh, run folder with its run.log;
+    `steps` also where the recipe has `epochs`. Raises `UserError` if ranks have different
+    precisions. Collective.
     """
     training = config.training
     torch.set_num_threads(trainer_threads(config))
@@ -443,16 +396,13 @@ def open_context(config: AnyConfig, inputs: RunInputs) -> Iterator[RunContext]:
 
 
 OF_THE_CHECKPOINT = ("folder", "resume", "training.lora.adapter")
-"""Settings that count for a new run only; a resumed run does not say that they differ."""
+"""Settings that count for a new run only."""
 
 
 def other_settings(recipe: Path, config: AnyConfig) -> tuple[list[str], list[str]]:
-    """What differs between `config` and `recipe`, the recipe.yaml of the run folder: (settings with
-    another value, each as "section.key (old -> new)" with long values shortened, also entries of
-    lists and sections of names, such as rewards, that are new or gone; dotted names of settings
-    that only the file has, such as those of another version of megarl). A setting that the file
-    lacks had its default. Settings that count for new runs only, such as `folder`, are left out of
-    the first list. Two empty lists for a file that cannot be read.
+    """What differs between `config` and recipe.yaml of the run folder: (changes, each as
+    "section.key (old -> new)"; dotted names of settings that only the file has). A setting that the
+    file lacks had its default. Both are empty for a file that cannot be read.
     """
     try:
         before = read_tree(recipe)
@@ -472,10 +422,9 @@ _UNKNOWN = object()
 
 
 def _differences(old: Any, new: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, value before, value now) of the settings in which `new`, a configuration or a
-    value in one, differs from `old`, plain data of YAML. "none" stands for the value of an entry
-    that a list or a section of names has on one side only, `_UNKNOWN` for the new value of a
-    setting that the class of a configuration does not have.
+    """(dotted key, old value, new value) where `new`, a configuration or a value in one, differs
+    from `old`, plain data. "none" stands for an entry that one side lacks, `_UNKNOWN` for an
+    unknown setting.
     """
     plain = to_jsonable_python(new, fallback=lambda _: "none")
     if isinstance(new, Config) and isinstance(old, dict):
@@ -484,31 +433,29 @@ def _differences(old: Any, new: Any, name: str) -> Iterator[tuple[str, Any, Any]
         pairs |= {key: (value, _UNKNOWN) for key, value in old.items() if key not in pairs}
     elif isinstance(new, dict) and isinstance(old, dict):
         pairs = {key: (old.get(key, "none"), new.get(key, "none")) for key in {**old, **new}}
-    elif isinstance(old, list) and any(isinstance(one, dict) for one in [*old, *(plain or ())]):
+    elif isinstance(old, list) and any(isinstance(item, dict) for item in [*old, *(plain or ())]):
         pairs = dict(enumerate(itertools.zip_longest(old, new or (), fillvalue="none")))
     else:
         if new is _UNKNOWN or old != plain:
             yield name, old, new if new is _UNKNOWN else plain
         return
-    for key, (one, other) in pairs.items():
+    for key, (before, now) in pairs.items():
         mark = f"[{key}]" if isinstance(old, list) else f".{key}"
-        yield from _differences(one, other, f"{name}{mark}".removeprefix("."))
+        yield from _differences(before, now, f"{name}{mark}".removeprefix("."))
 
 
 LOOKED_AT = 4096
-"""Elements of a tensor that are looked at, evenly spread."""
+"""Elements of a tensor that are sampled, evenly spread."""
 
 
 def steps_until_half_change(parts: Iterable[torch.Tensor], learning_rate: float) -> float:
-    """After how many optimizer steps at `learning_rate` half of the weights can have changed in 16
-    bit; 0 without weights. Each AdamW step moves a float32 master weight by about the learning
-    rate, and the 16-bit weight changes once these moves add up to half its spacing. `parts`:
-    weights of one 16-bit dtype, of any shape, of which an even sample is read; weights of 0 do not
-    count.
+    """After how many optimizer steps half of the 16-bit weights, all of one dtype, can have
+    changed; 0 without weights. AdamW moves a master weight by about the learning rate; the 16-bit
+    weight changes once moves add up to half its spacing. Weights of 0 do not count.
     """
     parts = list(parts)
-    chosen = [part.view(-1)[:: max(1, part.numel() // LOOKED_AT)] for part in parts]
-    values = torch.cat([torch.zeros(0), *(part.float().cpu() for part in chosen)])
+    chosen = [tensor.view(-1)[:: max(1, tensor.numel() // LOOKED_AT)] for tensor in parts]
+    values = torch.cat([torch.zeros(0), *(tensor.float().cpu() for tensor in chosen)])
     values = values[values != 0]
     if not len(values):
         return 0.0
@@ -520,10 +467,7 @@ def steps_until_half_change(parts: Iterable[torch.Tensor], learning_rate: float)
 
 
 def rounding_line(name: str, parts: Iterable[torch.Tensor], learning_rate: float) -> str:
-    """One line of text for the log, without a newline, on how long 16-bit rounding keeps the
-    weights of the model `name` from changing at `learning_rate`. `parts`: the weights, of one
-    16-bit dtype and any shape.
-    """
+    """A line for the log on how long 16-bit rounding keeps weights from changing."""
     parts = list(parts)
     dtype = str(parts[0].dtype).removeprefix("torch.") if parts else "16-bit"
     steps = steps_until_half_change(parts, learning_rate)

@@ -2,11 +2,8 @@
 
     batch --values--> column "values" --GAE--> column "returns" --start, learn, finish--> metrics
 
-A column is one number for each token of a rank's samples. A critic in the recipe's section
-`critics` has the columns "values.NAME" and "returns.NAME".
-
-The critic computes on the policy's ranks or on ranks of its own. There, it learns while the policy
-learns.
+A critic of the section `critics` has the columns "values.NAME" and "returns.NAME". A critic on
+ranks of its own learns while the policy does.
 """
 
 from __future__ import annotations
@@ -26,23 +23,19 @@ from megarl.types import MicroBatch, StepBatch
 
 
 class Critic:
-    """PPO's critic: `values` computes the values of a step's samples; `start`, `learn` and
-    `finish`, in this order, train it on the returns. All ranks of the job create it and call each
-    method together, also ranks without a part of the critic. `value_clip`: width of PPO's value
-    clipping, in the units of the reward; None for none.
+    """PPO's critic, the role of `transfer`: `values`, then `start`, `learn` and `finish`, in each
+    step. Collective over all ranks of the job, also those without it.
     """
 
     def __init__(
         self, transfer: BatchTransfer, *, value_clip: float | None, section: str = "critic"
     ) -> None:
-        """`transfer` moves samples to the critic's ranks and values back; `transfer.role` is the
-        critic, a model with the head `value` and an optimizer. `value_clip`: how far a value may
-        move from the one before the update without loss; None for no clipping. `section`: the
-        critic's section of the recipe, `critic` or `critics.NAME`, with which its metrics begin.
+        """`value_clip`: how far a value may move in an update, in the reward's units; None for any.
+        `section`: `critic` or `critics.NAME`, with which its metrics begin.
         """
         self.scorer, self.value_clip, self.section = Scorer(transfer), value_clip, section
         self.suffix = section.removeprefix("critics").removeprefix("critic")
-        """What the names of the critic's columns end with: nothing, or .NAME."""
+        """How the names of its columns end: "" or ".NAME"."""
         role = transfer.role
         self.guard = role and StepGuard(
             role, allowed=role.training.max_skipped_steps, section=section
@@ -53,24 +46,18 @@ class Critic:
 
     @property
     def role(self) -> Role | None:
-        """The critic's model and optimizer on this rank; None on ranks that are not the
-        critic's.
-        """
+        """The critic on this rank, if it has a part of it."""
         return self.scorer.transfer.role
 
     def values(self, batch: StepBatch | None, packed: Sequence[Sequence[MicroBatch]]) -> Column:
-        """The critic's value of the state before each token that the policy generated: for each
-        mini-batch of the step a float32 tensor [T], 0 for all other tokens of this rank's samples.
-        `packed`: for each mini-batch of `batch`, this rank's packed sequences. Ranks outside the
-        policy pass None and [] and get an empty list.
+        """The value of the state before each generated token. Ranks outside the policy pass None
+        and [] and get [].
         """
         return self.scorer.score(batch, packed, temperature=1.0)
 
     def start(self, returns: Column | None) -> None:
-        """Hand over the returns that the critic is to learn for the samples whose values were
-        computed last: for each mini-batch a float32 tensor [T], one number for each token. On the
-        policy's ranks None means that this step is not trained on; ranks outside the policy pass
-        None always.
+        """Hand over the returns to learn, a column over the last valued samples. On the policy's
+        ranks None skips the step; other ranks pass None.
         """
         transfer = self.scorer.transfer
         self._returns, self._learnt = returns, ("", {})
@@ -81,10 +68,7 @@ class Critic:
         self._returns = transfer.to_role(returns or []) if is_training else None
 
     def learn(self, step: int) -> None:
-        """Train a critic that is on ranks of its own; does nothing for a critic on the policy's
-        ranks, and on ranks without a part of the critic. `step`: number of the step from 0, for
-        messages. Errors are raised by `finish`.
-        """
+        """Train a critic on ranks of its own. Errors are raised by `finish`."""
         if self.scorer.transfer.is_shared:
             return
         try:
@@ -93,12 +77,8 @@ class Critic:
             self._learnt = (str(error), {})
 
     def finish(self, step: int) -> dict[str, float]:
-        """Train the critic, if it shares the policy's ranks; otherwise fetch the result of the
-        training in `learn`. Returns the metrics of the step on all ranks, {"critic/loss",
-        "critic/explained_variance", "critic/grad_norm", ...: number}; for a critic in the recipe's
-        section `critics` they begin with "critics.NAME/". Raises `UserError` on all ranks if more
-        optimizer steps without finite values occur than `training.max_skipped_steps` allows, or if
-        a weight is not finite afterwards.
+        """Train a critic on the policy's ranks, or fetch the result of `learn`. Returns the step's
+        metrics on all ranks. Raises `UserError` on all as `train_mini_batches`.
         """
         transfer = self.scorer.transfer
         if transfer.is_shared:
@@ -109,40 +89,38 @@ class Critic:
         return metrics
 
     def _train(self, step: int) -> dict[str, float]:
-        """One optimizer step for each mini-batch and epoch; {} on ranks outside the role."""
-        role, here, guard = self.role, self.scorer.here, self.guard
-        if role is None or guard is None or here is None:
+        """The step's metrics; {} on ranks outside the role."""
+        role, scored, guard = self.role, self.scorer.here, self.guard
+        if role is None or guard is None or scored is None:
             return {}
         guard.begin(f"step {step + 1}, {self.section}")
         metrics = StepMetrics(role.device, ("loss", "clipped", *MOMENTS))
-        packed = here.packed if self._returns is not None else ()
+        packed = scored.packed if self._returns is not None else ()
 
         def loss_of(number: int, at_start: bool) -> MicroBatchLoss:
-            return lambda micro: self._loss(here, micro, number, metrics)
+            return lambda micro: self._loss(scored, micro, number, metrics)
 
-        taken, rates = train_mini_batches(
+        num_steps, rates = train_mini_batches(
             role, packed, loss_of, guard, metrics, num_mini_batches=len(packed)
         )
         sums = metrics.reduce(role.mesh.gradient)
-        found = scale_metrics(role) | {
-            "loss": sums["loss"] / max(1, taken),
+        report = scale_metrics(role) | {
+            "loss": sums["loss"] / max(1, num_steps),
             "clip_share": sums["clipped"] / max(1.0, sums["count"]),
             "explained_variance": explained_variance(sums),
         }
-        return {f"{self.section}/{name}": value for name, value in (found | rates).items()}
+        return {f"{self.section}/{name}": value for name, value in (report | rates).items()}
 
     def _loss(
-        self, here: RoleBatch, micro: MicroBatch, number: int, metrics: StepMetrics
+        self, scored: RoleBatch, micro: MicroBatch, number: int, metrics: StepMetrics
     ) -> torch.Tensor:
-        """This micro-batch's term of the mean value loss over the tokens of mini-batch
-        `number`.
-        """
+        """This micro-batch's term of the mean value loss over mini-batch `number`."""
         role, guard = self.role, self.guard
         assert role is not None and guard is not None and self._returns is not None
         values = role.engine(micro, 1.0)
         guard.watch("critic's values", values)
-        in_part = here.batch.mini_batch_of == number
-        num_tokens = max(1, int(here.batch.response_tokens[in_part].sum()))
+        in_part = scored.batch.mini_batch_of == number
+        num_tokens = max(1, int(scored.batch.response_tokens[in_part].sum()))
         places = micro.places[micro.mask]
         returns = self._returns[number][places]
         old = self.scorer.column[number][places]

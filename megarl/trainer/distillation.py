@@ -1,13 +1,12 @@
-"""On-policy distillation: the policy is trained to match a teacher's next-token distributions at
-every token that it has generated itself.
+"""On-policy distillation: the policy learns a teacher's next-token distributions at every token
+that it has generated itself.
 
     StepBatch (this rank's samples) + Teacher  --train--> StepReport
 
     loss = sum over generated tokens of weight x D(policy's distribution, teacher's distribution)
 
-GKD, arXiv:2306.13649, eq. 5 with all data from the student. As there, samples are taken as given:
-no gradient flows through the choice of the tokens. The weights add up to 1 over a mini-batch, over
-all its micro-batches and ranks.
+GKD, arXiv:2306.13649, eq. 5 with all data from the student: no gradient flows through the choice of
+the tokens. The weights add up to 1 over a mini-batch, over all ranks.
 """
 
 from __future__ import annotations
@@ -36,22 +35,17 @@ from megarl.trainer.teacher import Teacher
 from megarl.types import MicroBatch, StepBatch, StepReport
 
 SUMS = ("loss", "divergence", "teacher_logprob", "entropy", "tokens")
-"""Sums over the trained tokens, from which a step's metrics are made."""
+"""Sums over the trained tokens."""
 
 
 class Distillation:
-    """Trains the policy by on-policy distillation: `train` makes the optimizer steps of one step's
-    samples, towards the next-token distributions of a teacher. All ranks of the policy create it.
-    `distillation`: which divergence, temperature and weighting of tokens. `compares_engines`:
-    whether the metrics also have the difference between the log-probs of policy and engines.
-    """
+    """Trains the policy towards a teacher's next-token distributions. Collective."""
 
     def __init__(
         self, policy: Role, distillation: DistillationConfig, *, compares_engines: bool
     ) -> None:
-        """`compares_engines`: compute the metrics `mismatch/...`, which compare the policy's
-        log-probs with those of the engines. That makes sense only if distillation has the
-        temperature of the rollouts, and the engines sample without top-p, top-k and min-p.
+        """`compares_engines`: compute the metrics `mismatch/...`; only sensible at the rollouts'
+        temperature, without top-p, top-k and min-p.
         """
         self.policy, self.config = policy, distillation
         self.compares_engines = compares_engines
@@ -61,16 +55,9 @@ class Distillation:
     def train(
         self, batch: StepBatch, packed: Sequence[Sequence[MicroBatch]], teacher: Teacher
     ) -> StepReport:
-        """Train the policy on one step's samples, with one optimizer step for each mini-batch and
-        epoch. All ranks of the policy call it together and get the same report, whose `metrics` are
-        {name: number}, such as "loss" and "divergence".
-
-        `packed`: for each mini-batch of `batch`, this rank's packed sequences, as `Role.pack_step`
-        returns them. `teacher`: must have prepared this batch by `Teacher.read`; its hidden states
-        are freed.
-
-        Raises `UserError` if more optimizer steps without finite values occur than
-        `training.max_skipped_steps` allows, or if a weight is not finite afterwards.
+        """Train on one step's samples, with an optimizer step for each mini-batch and epoch; every
+        rank gets the same report. `teacher` must have read this batch; its hidden states are freed.
+        Raises `UserError` as `train_mini_batches`.
         """
         gaps = [f"mismatch/{name}" for name in GAPS] if self.compares_engines else []
         metrics = StepMetrics(self.policy.device, (*SUMS, *gaps), ("max_abs",))
@@ -80,35 +67,35 @@ class Distillation:
 
             def loss(micro: MicroBatch) -> torch.Tensor:
                 soft_targets = teacher.soft_targets(number, micro)
-                found = self.policy.engine(micro, self.config.temperature, soft_targets)
-                return self._loss(micro, found, weights, metrics, at_start=at_start)
+                outputs = self.policy.engine(micro, self.config.temperature, soft_targets)
+                return self._loss(micro, outputs, weights, metrics, at_start=at_start)
 
             return loss
 
-        taken, rates = train_mini_batches(
+        num_steps, rates = train_mini_batches(
             *(self.policy, packed, loss_of, self.guard, metrics),
             num_mini_batches=len(batch.samples),
         )
         teacher.forget()
-        found = self._report(metrics, num_mini_batches=taken)
+        report = self._report(metrics, num_mini_batches=num_steps)
         epochs = self.policy.training.epochs_per_step
-        found |= computed_tokens(itertools.chain(*packed), self.policy, epochs)
-        found |= rates | scale_metrics(self.policy)
-        return StepReport(step=batch.step, metrics=batch.metrics | found)
+        report |= computed_tokens(itertools.chain(*packed), self.policy, epochs)
+        report |= rates | scale_metrics(self.policy)
+        return StepReport(step=batch.step, metrics=batch.metrics | report)
 
     def _loss(
         self,
         micro: MicroBatch,
-        found: tuple[torch.Tensor, ...],
+        outputs: tuple[torch.Tensor, ...],
         weights: torch.Tensor,
         metrics: StepMetrics,
         *,
         at_start: bool,
     ) -> torch.Tensor:
-        """This micro-batch's term of the mini-batch's loss; adds its values to `metrics`. `found`:
-        what the policy has returned. `at_start`: no update of this step has been made yet.
+        """This micro-batch's term of the mini-batch's loss; adds to `metrics`. `at_start`: the step
+        has made no update yet.
         """
-        divergence, entropy, logprobs, teacher_logprobs = found
+        divergence, entropy, logprobs, teacher_logprobs = outputs
         self.guard.watch("teacher's log-probs", teacher_logprobs)
         self.guard.watch("policy's log-probs", logprobs)
         loss = (weights[micro.sample_ids[micro.mask]] * divergence).sum()
@@ -124,14 +111,11 @@ class Distillation:
         return loss
 
     def _report(self, metrics: StepMetrics, *, num_mini_batches: int) -> dict[str, float]:
-        """{name: value} of a step for metrics.jsonl, such as loss and divergence: the values in
-        `metrics`, added up over all ranks. `num_mini_batches`: optimizer steps taken.
-        """
         value = metrics.reduce(self.policy.mesh.gradient)
         tokens = max(value["tokens"], 1.0)
-        found = {"loss": value["loss"] / max(1, num_mini_batches)}
-        found |= {
+        report = {"loss": value["loss"] / max(1, num_mini_batches)}
+        report |= {
             name: value[name] / tokens for name in ("divergence", "teacher_logprob", "entropy")
         }
-        found["tokens/trained"] = value["tokens"]
-        return found | (mismatch_metrics(value) if self.compares_engines else {})
+        report["tokens/trained"] = value["tokens"]
+        return report | (mismatch_metrics(value) if self.compares_engines else {})

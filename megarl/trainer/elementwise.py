@@ -1,8 +1,6 @@
 """Rotary embeddings and gated activations of a transformers model by megarl's Triton kernels, for
-`training.elementwise: triton`.
-
-Which formula a layer computes is found by trying, not by its name. What is tried are the same
-formulas in torch, so a machine without a GPU can refuse a model too.
+`training.elementwise: triton`. A layer's formula is found by trying it in torch, not by its name,
+also without a GPU.
 """
 
 from __future__ import annotations
@@ -21,9 +19,9 @@ from megarl.kernels.gated_triton import Activation, gated
 from megarl.kernels.rotary_triton import rotary
 
 ROTATE = "apply_rotary_pos_emb"
-"""Name of the function that rotates queries and keys, in the modules of transformers' models."""
+"""The function in transformers' modules that rotates queries and keys."""
 TRIED_TOLERANCE = 1e-6
-"""Largest absolute difference of a formula from the model's, in float64, of values around 1."""
+"""Largest absolute difference in float64, of values around 1."""
 
 FORMULAS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -33,14 +31,12 @@ FORMULAS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def use_triton_elementwise(model: nn.Module) -> tuple[int, int]:
-    """Make `model` compute gated activations (in MLPs with a `down_proj`) and rotary embeddings by
-    Triton kernels, in place; parameters and hooks stay. Returns (number of MLPs, number of
-    attention layers) that were changed. Raises `ValueError` for a layer that computes another
-    formula than the kernels, and for a model without such MLPs or attention layers. The kernels
-    need a GPU when the model runs; this call does not.
+    """Make MLPs with a `down_proj` and attention layers compute by Triton kernels, in place;
+    returns their numbers. Raises `ValueError` for a layer with another formula, or a model without
+    such layers.
     """
-    mlps = [one for one in model.modules() if hasattr(one, "down_proj")]
-    attentions = [one for one in model.modules() if ROTATE in _names(type(one))]
+    mlps = [layer for layer in model.modules() if hasattr(layer, "down_proj")]
+    attentions = [layer for layer in model.modules() if ROTATE in _names(type(layer))]
     if not mlps or not attentions:
         raise ValueError(
             "training.elementwise is 'triton', but the model has no"
@@ -56,9 +52,9 @@ def use_triton_elementwise(model: nn.Module) -> tuple[int, int]:
     return len(mlps), len(attentions)
 
 
-def _names(kind: type[nn.Module]) -> tuple[str, ...]:
-    """Names of the global functions that the forward pass of `kind` calls, and others."""
-    code = getattr(kind.forward, "__code__", None)
+def _names(layer_class: type[nn.Module]) -> tuple[str, ...]:
+    """Names of the globals that the forward pass uses."""
+    code = getattr(layer_class.forward, "__code__", None)
     return code.co_names if code is not None else ()
 
 
@@ -78,14 +74,14 @@ def _mlp(layer: Any, activation: Activation, states: torch.Tensor) -> torch.Tens
 
 
 def _stacked_mlp(layer: Any, activation: Activation, states: torch.Tensor) -> torch.Tensor:
-    """The MLP of Phi-3, whose gate and up are halves of one projection."""
+    """The MLP of Phi-3, whose gate and up are one projection."""
     gate, up = layer.gate_up_proj(states).chunk(2, dim=-1)
     return layer.down_proj(gated(gate, up, activation))
 
 
 def _activation(layer: Any) -> Activation:
     """The activation with which an MLP computes down(act(gate) * up)."""
-    kind, draw = type(layer), torch.Generator().manual_seed(0)
+    mlp, draw = type(layer), torch.Generator().manual_seed(0)
     halves = torch.randn(2, 7, 5, generator=draw, dtype=torch.float64)
     tried = copy.copy(layer)
     tried._modules = {
@@ -93,28 +89,28 @@ def _activation(layer: Any) -> Activation:
         "up_proj": _Gives(halves[1]),
         "gate_up_proj": _Gives(torch.cat(tuple(halves), -1)),
         "down_proj": nn.Identity(),
-        **{n: one for n, one in layer._modules.items() if not n.endswith("_proj")},
+        **{n: module for n, module in layer._modules.items() if not n.endswith("_proj")},
     }
     try:
-        theirs = kind.forward(tried, halves[0])
+        theirs = mlp.forward(tried, halves[0])
     except Exception as error:  # whatever a model's own code raises
-        raise _refusal(kind, f"is not an MLP of a gate, up and down ({error})") from error
+        raise _refusal(mlp, f"is not an MLP of a gate, up and down ({error})") from error
     for name, formula in FORMULAS.items():
         ours = formula(halves[0]) * halves[1]
         if theirs.shape == ours.shape and (ours - theirs).abs().max() <= TRIED_TOLERANCE:
             return name
-    raise _refusal(kind, f"does not compute down(act(gate) * up) with an act of {list(FORMULAS)}")
+    raise _refusal(mlp, f"does not compute down(act(gate) * up) with an act of {list(FORMULAS)}")
 
 
 class _Gives(nn.Module):
-    """Stands for a projection: gives `found`, whatever it gets."""
+    """Stands for a projection, with a constant output."""
 
-    def __init__(self, found: torch.Tensor) -> None:
+    def __init__(self, output: torch.Tensor) -> None:
         super().__init__()
-        self._found = found
+        self._output = output
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        return self._found
+        return self._output
 
 
 # ------------------------------------------------------------------------------ rotary embeddings
@@ -123,46 +119,46 @@ class _Gives(nn.Module):
 def _rotary_both(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`apply_rotary_pos_emb` of transformers: q [B, Hq, T, D], k [B, Hkv, T, D], cos and sin
-    [B, T, R].
+    """transformers' `apply_rotary_pos_emb`: q [B, Hq, T, D], k [B, Hkv, T, D], cos and sin [B, T,
+    R].
     """
     return rotary(q, cos, sin), rotary(k, cos, sin)
 
 
-def _rotating(kind: type[nn.Module]) -> FunctionType:
-    """The forward pass of the attention layer `kind`, with our rotary embedding in place of the
-    function of its module. Other models of the same module keep theirs.
+def _rotating(layer_class: type[nn.Module]) -> FunctionType:
+    """The forward pass of an attention layer with our rotary embedding; other models of its module
+    keep theirs.
     """
-    forward = kind.forward
+    forward = layer_class.forward
     assert isinstance(forward, FunctionType)
     if hasattr(forward, "__wrapped__") or not _rotates(forward.__globals__[ROTATE]):
-        raise _refusal(kind, "does not rotate pairs (j, j + R/2) of its first R columns")
-    made = FunctionType(
+        raise _refusal(layer_class, "does not rotate pairs (j, j + R/2) of its first R columns")
+    rotating = FunctionType(
         forward.__code__,
         {**forward.__globals__, ROTATE: _rotary_both},
         forward.__name__,
         forward.__defaults__,
         forward.__closure__,
     )
-    made.__kwdefaults__ = forward.__kwdefaults__
-    return made
+    rotating.__kwdefaults__ = forward.__kwdefaults__
+    return rotating
 
 
 def _rotates(theirs: Callable[..., Any]) -> bool:
-    """Whether a model's function computes the formula of kernels/rotary_triton.py, of whole heads
-    and, where it takes fewer columns, of a part of them.
+    """Whether a function computes the formula of kernels/rotary_triton.py, of whole heads and,
+    where it takes fewer columns, of a part of them.
     """
     draw = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, n, 5, 8, generator=draw, dtype=torch.float64) for n in (3, 1))
     for columns in (8, 4):
         cos, sin = torch.randn(2, 1, 5, columns, generator=draw, dtype=torch.float64)
         try:
-            found = theirs(q, k, cos, sin)
+            rotated = theirs(q, k, cos, sin)
         except Exception:
             if columns == q.shape[-1]:
                 return False
             continue  # it rotates whole heads alone
-        for x, y in zip((q, k), found, strict=True):
+        for x, y in zip((q, k), rotated, strict=True):
             half = columns // 2
             first, second, rest = x.split((half, half, x.shape[-1] - columns), dim=-1)
             turned = torch.cat((-second, first), -1)

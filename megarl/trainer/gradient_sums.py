@@ -1,13 +1,8 @@
 """Gradients of an optimizer on the host, moved there once a step instead of once a micro-batch.
 
-    backward of each micro-batch --added up in float32--> sums on the device
-    backward of the last one     --one copy-->            gradients of the optimizer on the host
-
-With `training.offload_optimizer`, DeepSpeed 0.19 adds up the gradients of a step, of this rank's
-part of the parameters, on the host: under ZeRO 3, and under ZeRO 2 in float32, each micro-batch
-copies the sums so far to the device, adds and copies them back. It has code that adds on the device
-for other settings; here that code is given buffers on the device. The additions and their order
-stay the same, and so do the results, bit for bit.
+With `training.offload_optimizer`, DeepSpeed 0.19 copies a rank's sums of gradients to the device
+for each micro-batch, adds and copies them back. Here its code for sums on the device is given
+buffers there. Results stay the same, bit for bit.
 
 | ZeRO | DeepSpeed's own | with `keep_on_device` |
 |---|---|---|
@@ -29,8 +24,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from megarl.errors import UserError
 
 PARTS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
-"""Attribute of ZeRO 3's optimizer: {`ds_id` of a parameter: view of `grad_partitions_flat_buffer`
-in which this rank's part of its gradient is added up}."""
+"""Attribute of ZeRO 3's optimizer: {`ds_id` of a parameter: view for this rank's part of its
+gradient}."""
 STAGE_3 = (
     *("fp16_groups", "partition_grads", "_offload_grad_partition_at_boundary"),
     *("grad_partitions_flat_buffer", PARTS, "inf_or_nan_tracker"),
@@ -40,19 +35,14 @@ STAGE_2 = (
     *("_use_compact_grad_partition_buffer", "_get_compact_grad_partition_slice"),
     "gradient_accumulation_dtype",
 )
-"""Attributes that DeepSpeed's optimizers must have, by ZeRO stage."""
+"""Attributes that DeepSpeed's optimizers must have."""
 
 
 def keep_on_device(optimizer: Any) -> None:
-    """Make a DeepSpeed ZeRO optimizer whose state is on the host add up gradients on the device,
-    and move them to the host once an optimizer step. `optimizer`: the `optimizer` of the engine
-    that `deepspeed.initialize` returned; it is changed in place. Call it once, before the first
-    backward pass.
-
-    It takes 4 bytes on the device for each element of this rank's part of the trained parameters:
-    under ZeRO 3 from now on, under ZeRO 2 from the first backward pass of a step to its end; under
-    ZeRO 1 nothing changes. Raises `UserError` for a version of DeepSpeed whose optimizer is built
-    in another way.
+    """Make a DeepSpeed optimizer with its state on the host add up gradients on the device, in
+    place, before the first backward pass: 4 bytes for each element of this rank's trained
+    parameters, under ZeRO 2 during a step's passes only. Raises `UserError` for a version of
+    DeepSpeed that is built in another way.
     """
     is_stage_3 = isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3)
     if not (_is_known_stage_3(optimizer) if is_stage_3 else _is_known_stage_2(optimizer)):
@@ -70,26 +60,19 @@ def keep_on_device(optimizer: Any) -> None:
 
 
 def sums_of(optimizer: Any) -> list[torch.Tensor]:
-    """The flat float32 buffers in which DeepSpeed's ZeRO 3 `optimizer` adds up this rank's
-    gradients, on the device or the host; an empty list for other optimizers. Between two optimizer
-    steps their content is not needed.
-    """
+    """ZeRO 3's flat float32 sums of this rank's gradients, if it has some."""
     flat = getattr(optimizer, "grad_partitions_flat_buffer", None)
     return [] if flat is None else [flat]
 
 
 def sum_of(parameter: Any) -> torch.Tensor | None:
-    """This rank's part of the gradient of `parameter`, a ZeRO 3 parameter, as a flat float32
-    tensor, if `keep_on_device` has put the sums on the device; None where DeepSpeed keeps them
-    elsewhere.
-    """
+    """A ZeRO 3 parameter's part of the sums, if `keep_on_device` has moved them."""
     optimizer = parameter._z3_optimizer
-    part = getattr(optimizer, PARTS)[parameter.ds_id]
-    return part if optimizer.offload_optimizer and part.device == parameter.device else None
+    view = getattr(optimizer, PARTS)[parameter.ds_id]
+    return view if optimizer.offload_optimizer and view.device == parameter.device else None
 
 
 def _move_sums(optimizer: Any) -> None:
-    """Replace ZeRO 3's buffer of sums, and all that refers to it, by one on the device."""
     accelerator: Any = get_accelerator()
     old = optimizer.grad_partitions_flat_buffer
     device = accelerator.current_device_name()
@@ -109,21 +92,21 @@ def _move_sums(optimizer: Any) -> None:
 
 
 def _is_known_stage_3(optimizer: Any) -> bool:
-    """Whether the sums are views of one flat float32 buffer on the host, one for each parameter."""
+    """Whether the sums are views of one flat float32 buffer on the host."""
     if not all(hasattr(optimizer, name) for name in STAGE_3):
         return False
     flat, parts = optimizer.grad_partitions_flat_buffer, getattr(optimizer, PARTS)
-    trained = [one.ds_id for group in optimizer.fp16_groups for one in group]
+    trained = [parameter.ds_id for group in optimizer.fp16_groups for parameter in group]
     storage = flat.untyped_storage().data_ptr()
     return (
         (flat.dtype, flat.device.type) == (torch.float32, "cpu")
         and trained == list(parts)
-        and sum(part.numel() for part in parts.values()) == flat.numel()
-        and all(part.untyped_storage().data_ptr() == storage for part in parts.values())
+        and sum(view.numel() for view in parts.values()) == flat.numel()
+        and all(view.untyped_storage().data_ptr() == storage for view in parts.values())
     )
 
 
 def _is_known_stage_2(optimizer: Any) -> bool:
-    """Whether ZeRO 1 or 2 with its state on the host has the code that adds up on the device."""
+    """Whether it has the code that adds up on the device."""
     is_known = all(hasattr(optimizer, name) for name in STAGE_2)
     return is_known and optimizer.gradient_accumulation_dtype == torch.float32

@@ -6,8 +6,7 @@
     scalar     one number for each sample, at its last token  reward model
     states     last hidden state of each trained token        teacher, see `trainer/teacher.py`
 
-A score head is stored as `score.weight`, as in Hugging Face's sequence classifiers, so that each
-reads the other's reward models.
+A score head is stored as `score.weight`, as in Hugging Face's sequence classifiers.
 
 To add one, write a module, add its name to `HeadName` and a branch to `RoleModel.forward`.
 """
@@ -31,9 +30,8 @@ SCORING: tuple[HeadName, ...] = ("value", "scalar")
 
 
 def refuse_head(model: PreTrainedModel) -> None:
-    """Raise `ValueError` if the output head (unembedding) of a causal language model is not a
-    linear layer without bias. A model with a `score`, as sequence classifiers have, is let through.
-    `model` may be on the meta device.
+    """Raise `ValueError` for an output head other than a linear layer without bias, or a
+    `score`.
     """
     output = model.get_output_embeddings()
     if hasattr(model, "score") or (isinstance(output, nn.Linear) and output.bias is None):
@@ -46,14 +44,8 @@ def refuse_head(model: PreTrainedModel) -> None:
 
 @dataclass(frozen=True)
 class SoftTargets:
-    """A teacher's next-token distributions at M tokens, from which a student learns. The teacher's
-    logits [M, V] are states @ weight.T; only these two factors are stored. G is the teacher's
-    hidden size and V the size of the vocabulary.
-
-    `states` [M, G] are the teacher's last hidden states, and `weight` [V, G] is its output head.
-    Under tensor parallelism `weight` has the rows of the student's vocabulary shard. `divergence`
-    has the settings of the divergence between student and teacher, such as its kind and
-    temperature. `LogProbHead` computes that divergence.
+    """A teacher's next-token distributions at M tokens, as factors of its logits, states @
+    weight.T.
     """
 
     states: torch.Tensor
@@ -65,21 +57,14 @@ class SoftTargets:
 
 
 class LogProbHead(nn.Linear):
-    """The output head (unembedding) of a model, an `nn.Linear` that does not return logits. It is
-    called with hidden states [M, H] of M tokens, the ids of target tokens [M] and a temperature,
-    and returns log-probs of the targets and entropies. If it also gets a teacher's distributions
-    (`SoftTargets`), it returns the divergence from them too.
-
-    The weight [V, H] keeps the name of the Hugging Face head that it replaces; under tensor
-    parallelism it has the rows of this rank's part of the vocabulary.
+    """An output head that returns log-probs instead of logits. Its weight [V, H] keeps its name;
+    under tensor parallelism it has this rank's rows.
     """
 
     shard: VocabularyShard | None = None
-    """Under tensor parallelism, which rows of the vocabulary `weight` holds; None if it holds
-    all."""
+    """Which rows of the vocabulary `weight` has; None for all."""
     backend = "chunked"
     transform = LogitTransform()
-    """What the model does to its logits: a soft cap, a factor, or nothing."""
 
     def forward(
         self,
@@ -88,28 +73,13 @@ class LogProbHead(nn.Linear):
         temperature: float,
         soft_targets: SoftTargets | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Log-probs and entropies at M tokens and, with `soft_targets`, the divergence from a
-        teacher.
+        """From `hidden` [M, H] and `targets` [M] int64 to (log-probs, entropies), [M] each, of
+        logits divided by `temperature`. Collective over tensor-parallel ranks.
 
-        `hidden` [M, H] has the dtype of the weight. `targets` [M] are int64 token ids.
-        `temperature` is the divisor of the logits; with `soft_targets` it is not used.
-
-        Without `soft_targets`, returns (log-probs of the targets, entropies), [M] each. Both have
-        gradients by `hidden` and the head's weight.
-
-        With `soft_targets`, whose tensors have the dtype of `hidden`, returns (divergences,
-        entropies, log-probs of the targets, the teacher's log-probs of the targets), [M] each. The
-        field `soft_targets.divergence` is a `Divergence`. Its `kind` is "forward_kl", KL(teacher ||
-        student), "reverse_kl", KL(student || teacher), or "jensen_shannon", the generalised
-        Jensen-Shannon divergence with its `beta`. Its `top_k`, if above 0, compares all but the
-        teacher's likeliest `top_k` tokens as one. Its `temperature` is the divisor of both models'
-        logits for all four results. Entropies are of the student's distributions. Only the
-        divergences have gradients, by `hidden` and the head's weight; the teacher's tensors get
-        none. A model that caps or scales its logits (`transform`) raises `AssertionError` here.
-
-        Results are float32, or float64 for float64 inputs. All tensor-parallel ranks call it
-        together and get the same results. Their arguments are the same but for
-        `soft_targets.weight`, of which each rank has its own rows.
+        With `soft_targets` to (divergences, entropies, log-probs, the teacher's log-probs), [M]
+        each, at the divergence's temperature, where only divergences have gradients. Raises
+        `AssertionError` if the model caps or scales its logits. Results are float32, or float64 for
+        float64 inputs.
         """
         if soft_targets is None:
             return linear_logprobs(
@@ -117,7 +87,7 @@ class LogProbHead(nn.Linear):
                 *(self.shard, self.backend, self.transform.cap),
             )
         assert self.transform.is_identity, "distillation knows plain logits only"
-        found = linear_divergence(
+        result = linear_divergence(
             hidden,
             self.weight,
             soft_targets.states,
@@ -127,15 +97,12 @@ class LogProbHead(nn.Linear):
             self.shard,
         )
         # A tuple of tensors, in which ZeRO 3 finds what to hook.
-        return found.divergence, found.entropy, found.logprobs, found.teacher_logprobs
+        return result.divergence, result.entropy, result.logprobs, result.teacher_logprobs
 
 
 class ScoreHead(nn.Linear):
-    """A linear head with one output for each hidden state, for values or rewards: called with
-    hidden states [M, H], it returns [M] float32. It is initialised to 0, so a new critic predicts
-    0.
-
-    Every tensor-parallel rank holds the whole weight [1, H] and computes the same output.
+    """A linear head with one output, initialised to 0. Every tensor-parallel rank holds the whole
+    weight [1, H].
     """
 
     def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
@@ -143,16 +110,13 @@ class ScoreHead(nn.Linear):
         nn.init.zeros_(self.weight)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [M, H] of any dtype -> [M] float32, computed in float32."""
+        """[M, H] of any dtype -> [M] float32."""
         # In float32 also where the model is in bfloat16, whose steps near 1 are 1/256.
         return nn.functional.linear(hidden.float(), self.weight.float())[:, 0]
 
 
 def drop_output_head(model: PreTrainedModel) -> None:
-    """Remove the output head (unembedding) of a causal language model, in place, for a model of
-    which only the hidden states are wanted. If the head's weight is tied to the input embedding,
-    the embedding stays.
-    """
+    """Remove the output head, in place. A tied embedding stays."""
     output = model.get_output_embeddings()
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
@@ -161,10 +125,8 @@ def drop_output_head(model: PreTrainedModel) -> None:
 
 
 def use_score_head(model: PreTrainedModel) -> None:
-    """Replace the output head (unembedding) of a causal language model, in place, by a `ScoreHead`
-    of 0 named `score`. If the head's weight is tied to the input embedding, the embedding stays.
-    `model.config` becomes that of a sequence classifier with one label, if transformers has such a
-    class for the model's family.
+    """Replace the output head, in place, by a `ScoreHead` named `score`; a tied embedding stays.
+    `model.config` becomes that of a classifier with one label, where transformers has one.
     """
     embedding = model.get_input_embeddings()
     assert isinstance(embedding, nn.Module) and isinstance(embedding.weight, torch.Tensor)

@@ -1,13 +1,10 @@
 """Loading a Hugging Face model, sharded: each rank reads only the weights that it will own.
 
     empty_model(config)                 names and shapes on the meta device, no weights
-    RoleModel(model, mesh, training)  the same, tensor-sharded
+    RoleModel(model, mesh, training)    the same, tensor-sharded
     load_weights(model, ...)            parameters and buffers with values, in place of empty ones
 
-`load_weights` reads regions of mapped safetensors files. Under a tensor shard a rank reads that
-shard, under ZeRO 3 its slice of the shard; no rank holds more than its own part in memory. With
-`model.from_scratch` the values are drawn instead, one module at a time, and depend on the seed and
-the module's name alone, so that every layout draws the same.
+With `model.from_scratch` values are drawn by seed and module name, alike in every layout.
 """
 
 from __future__ import annotations
@@ -47,20 +44,19 @@ from megarl.trainer.weights import (
 
 
 def without_dropout(config: transformers.PretrainedConfig) -> transformers.PretrainedConfig:
-    """Set every dropout probability of a model configuration to 0, in place, and return it: with
-    dropout the trainer's log-probs would differ from those of the inference engine.
+    """Set every dropout probability to 0, in place: with it, log-probs would differ from the
+    engine's.
     """
-    for part in {id(part): part for part in (config, config.get_text_config())}.values():
-        for name, value in vars(part).items():
+    for each in {id(each): each for each in (config, config.get_text_config())}.values():
+        for name, value in vars(each).items():
             if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
-                setattr(part, name, 0.0)
+                setattr(each, name, 0.0)
     return config
 
 
 def empty_model(config: ModelConfig) -> PreTrainedModel:
-    """Create the causal language model that `config.path` names on the meta device: parameter names
-    and shapes without memory for weights, without dropout, and with megarl's attention. Raises
-    `ValueError` if config.json cannot be read or no model be built from it.
+    """The causal language model that `config.path` names, on the meta device, without dropout and
+    with megarl's attention. Raises `ValueError` if it cannot be built.
     """
     hf = without_dropout(load_model_config(config))
     fix = "set model.path to another model, or correct its config.json"
@@ -86,14 +82,8 @@ def empty_model(config: ModelConfig) -> PreTrainedModel:
 def check_weights(
     config: ModelConfig, head: HeadName = "logprobs", *, needs_score: bool = False
 ) -> None:
-    """Raise `ValueError`, naming the tensor or file, unless the checkpoint of `config` has exactly
-    the tensors that its config.json asks for. `head`: what the model is to compute. With "value" (a
-    number for each token) and "scalar" (one for each sample) the checkpoint may have a score head,
-    and must have one if `needs_score`.
-
-    Also raised for a buffer that neither the checkpoint has nor the model computes. Only the
-    headers of the safetensors files are read. Nothing is checked for a hub name whose weights are
-    not downloaded yet.
+    """Raise `ValueError` as `open_weights` and `init_buffers`, from headers alone; nothing is
+    checked for a hub name that is not downloaded yet.
     """
     if config.from_scratch or Path(config.path).is_dir() or is_downloaded(config.path):
         weights = open_weights(config, seed=0, head=head, needs_score=needs_score)
@@ -103,12 +93,10 @@ def check_weights(
 def open_weights(
     config: ModelConfig, *, seed: int, head: HeadName = "logprobs", needs_score: bool = False
 ) -> Weights:
-    """An object that gives the model's whole tensors by name, from the checkpoint of `config`
-    (downloaded first for a hub name), or with `from_scratch` drawn from `seed`. `head`: what the
-    model is to compute. With "value" (a number for each token) and "scalar" (one for each sample)
-    the checkpoint may be a sequence classifier with one label, whose `score` is used; for other
-    models the score head is 0. Raises `ValueError` if the checkpoint lacks tensors, has others, is
-    of a kind that megarl does not train, or, with `needs_score`, has no score head.
+    """The model's whole tensors, from the checkpoint of `config`, or with `from_scratch` drawn from
+    `seed`. A scoring `head` takes the `score` of a sequence classifier with one label, else 0.
+    Raises `ValueError` if the checkpoint has other tensors than its config.json asks for, is not
+    supported, or has no score head despite `needs_score`.
     """
     whole = empty_model(config)
     refuse_unsupported(whole.config)
@@ -134,37 +122,32 @@ def open_weights(
         )
         if classifies:
             use_score_head(whole)
-        found: Weights = CheckpointWeights(config.path, whole)
+        weights: Weights = CheckpointWeights(config.path, whole)
         if classifies:
-            return found
+            return weights
     else:
-        found = RandomWeights(whole, seed)
+        weights = RandomWeights(whole, seed)
     if head not in SCORING:
-        return found
+        return weights
     new_score = torch.zeros(whole.config.get_text_config().hidden_size)
-    return OtherTensors(found, {SCORE: new_score}.get)
+    return OtherTensors(weights, {SCORE: new_score}.get)
 
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of every parameter one trainer rank keeps, by default the whole: its
-    tensor-parallel shard (`shards`, `tensor_rank`) and, under ZeRO 3, slice number `slice` of that
-    shard, one of `slices` equal ones. `read` reads this part of a tensor.
+    """Which part of every parameter a rank keeps, by default all: its tensor-parallel shard and,
+    under ZeRO 3, slice number `slice` of that shard's `slices` equal ones.
     """
 
     shards: Mapping[str, Shard] = field(default_factory=dict)
-    """{parameter name: tensor-parallel shard}; parameters without an entry are not sharded."""
+    """By parameter name; the others are not sharded."""
     tensor_rank: int = 0
     slice: int = 0
-    """Under ZeRO 3: index of this rank among the `slices` ranks that share its tensor-parallel
-    shard."""
     slices: int = 1
 
     def owned(self, name: str, shape: tuple[int, ...]) -> Owned:
-        """Which rectangles of tensor `name`, whose whole shape is `shape`, this rank keeps, and
-        where each lies, in elements, in this rank's flat part as `read` returns it; the `Owned`
-        calls this buffer `name`. Rows are the tensor's first dimension and columns all others,
-        flattened; a vector has one column.
+        """Which rectangles of tensor `name`, of whole shape `shape`, this rank keeps, and where
+        they are in its flat part. Dimensions after the first are columns.
         """
         owned = Owned()
         owned.add(name, shard_box(name, shape, self.shards.get(name), self.tensor_rank), name)
@@ -179,10 +162,7 @@ class Part:
         dtype: torch.dtype,
         device: torch.device,
     ) -> torch.Tensor:
-        """Read this rank's part of tensor `name`, whose whole shape is `shape`, from `weights`: a
-        new flat tensor of `dtype` on `device`. Under ZeRO 3 a slice is padded with zeros to the
-        length of the longest slice.
-        """
+        """This rank's part of a tensor, flat; a slice is padded with zeros to the longest."""
         owned, whole = self.owned(name, shape), matrix(shape)
         size = owned.sizes[name]
         if self.slices > 1:
@@ -197,8 +177,7 @@ class Part:
 
 
 MakeParameter = Callable[[torch.Tensor, torch.Size, bool], nn.Parameter]
-"""(this rank's flat part, shape of the whole tensor-parallel shard, requires_grad) -> a parameter:
-how `load_weights` makes parameters of what it has read."""
+"""(this rank's flat part, shape of the tensor-parallel shard, requires_grad) -> parameter."""
 
 
 def _plain(part: torch.Tensor, shape: torch.Size, requires_grad: bool) -> nn.Parameter:
@@ -215,46 +194,37 @@ def load_weights(
     device: torch.device,
     make: MakeParameter = _plain,
 ) -> None:
-    """Give every parameter and buffer of `model` its values on `device`, in place. The model is on
-    the meta device, and its parameters have the shapes of this rank's tensor-parallel shards.
-
-    `weights`: gives whole tensors by name. `part`: what of each tensor this rank keeps; nothing
-    else is allocated. Parameters are converted to `dtype`. Buffers keep the model's own dtype,
-    since rotary frequencies must not be rounded. Tied parameters stay tied; hooks and attributes of
-    parameters are kept. `make(flat part, shape of the shard, requires_grad)` creates each
-    parameter; under ZeRO 3 it is a `megarl.trainer.build.Partitioner`. Raises `ValueError` for a
-    buffer that has no value.
+    """Give every parameter and buffer of `model`, on the meta device and tensor-sharded, its
+    values, in place. Parameters are converted to `dtype`; buffers keep theirs, since rotary
+    frequencies must not be rounded. Ties, hooks and attributes stay. `make`: under ZeRO 3 a
+    `Partitioner`. Raises `ValueError` for a buffer without a value.
     """
     init_buffers(model, weights, device)
-    shapes, made = whole_shapes(model, dict(part.shards)), {}
+    shapes, parameters = whole_shapes(model, dict(part.shards)), {}
     for name, empty in model.named_parameters():
         assert empty.is_meta, f"{name} has a value already"
         values = part.read(weights, name, shapes[name], dtype=dtype, device=device)
-        made[empty] = _like(make(values, empty.shape, empty.requires_grad), empty)
+        parameters[empty] = _like(make(values, empty.shape, empty.requires_grad), empty)
     for module in model.modules():
         for name, empty in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            setattr(module, name, made[empty])
+            setattr(module, name, parameters[empty])
     model.config.dtype = dtype
 
 
-def _like(made: nn.Parameter, empty: nn.Parameter) -> nn.Parameter:
-    """Copy attributes and gradient hooks of the parameter `empty` to the parameter `made`; returns
-    `made`.
-    """
+def _like(parameter: nn.Parameter, empty: nn.Parameter) -> nn.Parameter:
+    """Copy attributes and gradient hooks of `empty` to `parameter`, and return that."""
     for name, value in vars(empty).items():
-        setattr(made, name, value)
-    if made.requires_grad:  # a frozen parameter has no gradient to hook into
+        setattr(parameter, name, value)
+    if parameter.requires_grad:  # a frozen parameter has no gradient to hook into
         for hook in (empty._backward_hooks or {}).values():
-            made.register_hook(hook)
-    return made
+            parameter.register_hook(hook)
+    return parameter
 
 
 def output_rows(
     config: ModelConfig, rows: slice, *, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Rows `rows` of a model's output head (unembedding), which are token ids of its vocabulary: a
-    new tensor [R, H] in `dtype` on `device`, read from the checkpoint of `config`.
-    """
+    """[R, H] rows of the output head (unembedding), read from the checkpoint of `config`."""
     whole = empty_model(config)
     output: Any = whole.get_output_embeddings()
     name = next(name for name, value in whole.named_parameters() if value is output.weight)
@@ -264,23 +234,19 @@ def output_rows(
 
 
 def generation_config(config: ModelConfig) -> bytes | None:
-    """The bytes of the model's generation_config.json, which saved models get too; None if the
-    model has no such file, or with `from_scratch`.
-    """
+    """Content of the model's generation_config.json, for saved models, if it has one."""
     if config.from_scratch:
         return None
     with contextlib.suppress(OSError):  # some old models have none
-        found = cached_file(config.path, GENERATION)
-        return Path(found).read_bytes() if found else None
+        path = cached_file(config.path, GENERATION)
+        return Path(path).read_bytes() if path else None
 
 
 def load_model(
     config: ModelConfig, *, dtype: torch.dtype, seed: int, head: HeadName = "logprobs"
 ) -> PreTrainedModel:
-    """Load a whole causal language model on this process's CPU in `dtype`, or with the heads
-    "value" and "scalar" a model with a score head in place of the output head; with `from_scratch`
-    its weights are drawn from `seed`. Used by single-process tools, and for DeepSpeed AutoTP, which
-    shards loaded weights. Raises `ValueError` if the checkpoint does not fit its config.json.
+    """A whole model on the CPU, for single-process tools and AutoTP. Raises `ValueError` as
+    `open_weights`.
     """
     weights, model = open_weights(config, seed=seed, head=head), empty_model(config)
     if head in SCORING:

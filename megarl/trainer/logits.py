@@ -1,7 +1,6 @@
-"""What a model does to its logits after the output head: a soft cap (Gemma 2), a factor (Granite,
-Cohere).
+"""What a model does to its logits: a soft cap (Gemma 2), a factor (Granite, Cohere).
 
-    logits = output head (hidden states)    ->    factor x cap tanh(logits / cap)
+logits = output head (hidden states)    ->    factor x cap tanh(logits / cap)
 """
 
 from __future__ import annotations
@@ -11,37 +10,28 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig
 
 CAPPED = ("gemma2", "gemma3_text")
-"""Model types that cap their logits at `final_logit_softcapping`."""
+"""By `final_logit_softcapping`."""
 DIVIDED = ("granite", "granite_swa")
-"""Model types that divide their logits by `logits_scaling`."""
+"""By `logits_scaling`."""
 MULTIPLIED = ("cohere", "cohere2")
-"""Model types that multiply their logits by `logit_scale`."""
+"""By `logit_scale`."""
 
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """What a model does to the products of hidden states and output head to get its logits: logits
-    = factor x cap tanh(products / cap), without the tanh if `cap` is None.
-    """
+    """Logits are factor x cap tanh(products / cap), without the tanh if `cap` is None."""
 
     cap: float | None = None
-    """Soft cap of the logits, applied first; None for none."""
     factor: float = 1.0
-    """Factor of the logits after the cap; it acts as a temperature of 1 / `factor`."""
+    """Acts as a temperature of 1 / `factor`."""
 
     @property
     def is_identity(self) -> bool:
-        """Whether the logits are the products of hidden states and output head themselves, without
-        a soft cap and with the factor 1.
-        """
         return self.cap is None and self.factor == 1.0
 
 
 def logit_transform(config: PretrainedConfig) -> LogitTransform:
-    """The soft cap and the factor by which a model's logits follow from the products of hidden
-    states and output head, read from its configuration. Only right for a configuration for which
-    `unknown_logits` returns an empty list.
-    """
+    """A model's soft cap and factor, where `unknown_logits` finds nothing."""
     text = config.get_text_config()
     if text.model_type in CAPPED:
         return LogitTransform(cap=getattr(text, "final_logit_softcapping", None) or None)
@@ -53,25 +43,22 @@ def logit_transform(config: PretrainedConfig) -> LogitTransform:
 
 
 def unknown_logits(text: PretrainedConfig) -> list[str]:
-    """Settings of a model's text configuration that change its logits in a way that
-    `logit_transform` does not know, each as "name = value"; an empty list if there are none.
+    """Settings that change the logits in a way that `logit_transform` does not know, as "name =
+    value".
     """
-    found = []
+    settings = []
     cap = getattr(text, "final_logit_softcapping", None)
     if cap and text.model_type not in CAPPED:
-        found.append(f"final_logit_softcapping = {cap}")
+        settings.append(f"final_logit_softcapping = {cap}")
     for name, known in (("logits_scaling", DIVIDED), ("logit_scale", MULTIPLIED)):
         value = getattr(text, name, None)
         if value not in (None, 1.0) and text.model_type not in known:
-            found.append(f"{name} = {value}")
-    return found
+            settings.append(f"{name} = {value}")
+    return settings
 
 
 def refuse_transform(config: PretrainedConfig, setting: str) -> None:
-    """Raise `ValueError` if a model with this configuration has a soft cap or a factor of its
-    logits, which distillation does not support. `setting`: the setting that names the model, such
-    as "model.path", for the message.
-    """
+    """Raise `ValueError` if a model caps or scales its logits. `setting`: the one that names it."""
     if not logit_transform(config).is_identity:
         raise ValueError(
             f"{setting} has a soft cap or a factor of its logits (model type {config.model_type}),"

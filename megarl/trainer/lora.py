@@ -2,15 +2,14 @@
 
     y = W x + b + (alpha / rank) B A x        W [N, K] frozen, A [rank, K] and B [N, rank] trained
 
-A starts random and B at 0, so that a new adapter changes nothing. Over t tensor-parallel ranks an
-adapter is cut as its layer is:
+Over t tensor-parallel ranks an adapter is cut as its layer is:
 
     layer     A              B
     column    whole          [N / t, rank]
     row       [rank, K / t]  whole
     shared    whole          whole, of which a rank uses its rows
 
-The parameters are `LAYER.lora_A.weight` and `LAYER.lora_B.weight`, as in PEFT's adapters.
+Parameters are named as in PEFT: `LAYER.lora_A.weight` and `LAYER.lora_B.weight`.
 """
 
 from __future__ import annotations
@@ -43,16 +42,11 @@ A, B = ".lora_A.weight", ".lora_B.weight"
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name belongs to a LoRA adapter: names end with ".lora_A.weight"
-    or ".lora_B.weight".
-    """
     return name.endswith((A, B))
 
 
 class LowRank(nn.Linear):
-    """The matrix A or B of a LoRA adapter that this rank holds whole: a linear layer without bias,
-    of weight [num_outputs, num_inputs], made on the meta device.
-    """
+    """The matrix A or B of an adapter, whole, on the meta device."""
 
     def __init__(self, num_inputs: int, num_outputs: int) -> None:
         super().__init__(num_inputs, num_outputs, bias=False, device="meta")
@@ -62,39 +56,28 @@ class LowRank(nn.Linear):
 
 
 class Adapters:
-    """The LoRA adapters of one model: which layers have one (`names`), and the factor alpha / rank
-    (`scale`) of what they add. `add_adapters` makes one; `off()` turns the adapters off for a
-    block.
-    """
+    """The LoRA adapters of one model. `add_adapters` makes one."""
 
     def __init__(self, names: tuple[str, ...], scale: float) -> None:
-        """`names`: names of the layers that have an adapter, such as
-        "model.layers.0.self_attn.q_proj". `scale`: alpha / rank.
-        """
+        """`names`: of the layers that have an adapter. `scale`: alpha / rank."""
         self.names, self.scale = names, scale
         self._factor = scale
 
     @property
     def parameters(self) -> list[str]:
-        """Names of all adapter parameters, for each layer those of A and B, such as
-        "model.layers.0.self_attn.q_proj.lora_A.weight".
-        """
+        """Names of all adapter parameters, A and B of each layer."""
         return [name + suffix for name in self.names for suffix in (A, B)]
 
     def extend(self, layer: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> Any:
-        """A forward hook for a layer with the submodules `lora_A` and `lora_B`: returns the layer's
-        output [..., N] plus scale x B A x, with x = `inputs[0]`.
-        """
-        made: Any = layer
+        """A layer's forward hook: its output [..., N] plus scale x B A x."""
+        adapted: Any = layer
         # With factor 0 the adapter is computed all the same: DeepSpeed's ZeRO 3 expects the same
         # modules in every pass.
-        return output + self._factor * made.lora_B(made.lora_A(inputs[0]))
+        return output + self._factor * adapted.lora_B(adapted.lora_A(inputs[0]))
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """A context manager in whose block the model computes with its frozen weights alone,
-        without the adapters.
-        """
+        """A context in which the model computes without the adapters."""
         self._factor = 0.0
         try:
             yield
@@ -103,9 +86,8 @@ class Adapters:
 
 
 def layer_names(model: Any) -> list[str]:
-    """Names of the linear layers of a Hugging Face model that can have a LoRA adapter: those of the
-    transformer blocks, not the embedding, the output head or a score head. The model may be whole
-    or cut over tensor-parallel ranks.
+    """Names of the linear layers of the transformer blocks, whole or cut over tensor-parallel
+    ranks.
     """
     kinds = (nn.Linear, ColumnParallelLinear, RowParallelLinear, SharedColumnLinear)
     outside = {id(model.get_input_embeddings()), id(getattr(model, "score", None))}
@@ -119,9 +101,8 @@ def layer_names(model: Any) -> list[str]:
 
 
 def chosen_layers(model: Any, config: LoraConfig) -> tuple[str, ...]:
-    """Names of the layers that get a LoRA adapter by `config.targets`, in the model's order; all
-    linear layers of the transformer blocks if `targets` is empty. Raises `ValueError` if a target
-    is not the last part of the name of such a layer.
+    """Names of the layers that get an adapter: `config.targets`, or all linear ones of the blocks.
+    Raises `ValueError` for an unknown target.
     """
     names = layer_names(model)
     last = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
@@ -130,16 +111,14 @@ def chosen_layers(model: Any, config: LoraConfig) -> tuple[str, ...]:
             f"training.lora.targets names {', '.join(unknown)}, which the model has not; its linear"
             f" layers are {', '.join(last)}"
         )
-    wanted = config.targets or last
-    return tuple(name for name in names if name.rpartition(".")[2] in wanted)
+    targets = config.targets or last
+    return tuple(name for name in names if name.rpartition(".")[2] in targets)
 
 
 def add_adapters(model: Any, shards: dict[str, Shard], axis: Axis, config: LoraConfig) -> Adapters:
-    """Add LoRA adapters without values to a Hugging Face model on the meta device, in place, and
-    freeze everything but the adapters and a score head. The model's parameters are already cut over
-    the tensor-parallel ranks of `axis`, as `shards` ({parameter name: how it is split}) says; the
-    adapter parameters that are split are added to `shards`. Raises `ValueError` if the model lacks
-    a layer that `config` names.
+    """Add adapters without values to a model on the meta device, in place, and freeze all but these
+    and a score head. The model is cut over `axis` already; split adapter parameters are added to
+    `shards`. Raises `ValueError` as `chosen_layers`.
     """
     adapters = Adapters(chosen_layers(model, config), config.alpha / config.rank)
     model.requires_grad_(False)
@@ -174,11 +153,9 @@ def _pair(
 def new_adapter(
     name: str, *, shapes: Mapping[str, tuple[int, ...]], seed: int
 ) -> torch.Tensor | None:
-    """The whole parameter `name` of a new LoRA adapter: A as PEFT draws it, uniform within 1 /
-    sqrt(K) for K inputs of the layer, and B zero; None for other names. `shapes`: {name: whole
-    shape} of all adapters.
-
-    Each A has its own generator, seeded by `seed` and its name, so that all layouts draw the same.
+    """The whole parameter `name`: A as PEFT draws it, uniform within 1 / sqrt(K) for K inputs, and
+    B zero; None for other names. `seed` and the name seed each A, so that all layouts draw the
+    same.
     """
     if not is_adapter(name):
         return None
@@ -191,12 +168,8 @@ def new_adapter(
 
 
 class MergedWeights(Mapping[str, torch.Tensor]):
-    """A mapping {parameter name: flat tensor} of this rank's part of every weight, with LoRA
-    adapters added: W + (alpha / rank) B A, in the dtype of W. It has no entries for the adapters
-    themselves.
-
-    An adapted weight is computed when it is asked for; the last few are kept. No second copy of the
-    model is made.
+    """{parameter name: flat tensor} of this rank's part of every weight, merged with its adapter, W
+    + (alpha / rank) B A, when it is asked for. The last few are kept.
     """
 
     def __init__(
@@ -207,9 +180,8 @@ class MergedWeights(Mapping[str, torch.Tensor]):
         *,
         slice_number: int | None,
     ) -> None:
-        """`owned`: {name: flat tensor} of this rank's part of the frozen weights. `local`: {name:
-        this rank's tensor-parallel shard} of the adapters' parameters. `slice_number`: under ZeRO
-        3, which of the equal slices of its shard this rank has in `owned`; else None.
+        """`owned`: this rank's part of the frozen weights. `local`: its tensor-parallel shards of
+        the adapters. `slice_number`: under ZeRO 3, which slice of the shard it owns.
         """
         self._owned, self._local, self._adapters = owned, local, adapters
         self._slice_number = slice_number
@@ -251,19 +223,15 @@ class MergedWeights(Mapping[str, torch.Tensor]):
 
 
 KEPT = 4
-"""Number of merged weights that `MergedWeights` keeps: regions of one weight are asked for in turn.
-"""
+"""Merged weights that are kept, since regions of one weight are asked for in turn."""
 
 
 def adapter_weights(
     weights: Weights, shapes: Mapping[str, tuple[int, ...]], config: LoraConfig, *, seed: int
 ) -> Weights:
-    """A source of a model's tensors that has the tensors of `weights` and LoRA adapters: new ones
-    drawn from `seed`, or where `config.adapter` names a folder those of its files, which may also
-    have a score head.
-
-    `shapes`: {name: whole shape} of the adapters' parameters, and of a score head. Raises
-    `ValueError` if the files in `config.adapter` do not fit `config` or `shapes`.
+    """`weights` with LoRA adapters: new ones, or those of the folder `config.adapter`, which may
+    also have a score head. `shapes`: {name: whole shape} of both. Raises `ValueError` if the files
+    do not fit.
     """
     if config.adapter:
         return OtherTensors(weights, read_adapter(config, shapes).get)

@@ -4,8 +4,8 @@
     parameters, layout, ZeRO stage --role_memory--> Memory of the rank that needs most
     parameters, tensor           --engine_memory--> bytes of an engine's weights on a GPU
 
-Bytes of one parameter, by part; a part is divided over data x sequence ranks from the ZeRO stage in
-the last column on (arXiv:1910.02054):
+Bytes of one parameter, and the ZeRO stage that divides them over data x sequence ranks
+(arXiv:1910.02054):
 
     part                            float32   16 bit     divided from ZeRO
     weights                         4         2          3
@@ -13,10 +13,8 @@ the last column on (arXiv:1910.02054):
     optimizer: master weights       4, or 0   4          1
     optimizer: AdamW's two moments  8         8          1
 
-Gradients are added up in float32. With `training.offload_optimizer` the optimizer's parts are in
-the host's memory, and so are gradients with `training.offload_gradients: micro_batch`. In float32
-there are master weights under ZeRO 1 to 3 only, where DeepSpeed copies the weights. What a step
-needs beside is in `working_memory.py`. Not counted: key-value caches.
+In float32 only ZeRO has master weights. Not counted: working memory (`working_memory.py`),
+key-value caches.
 """
 
 from __future__ import annotations
@@ -31,18 +29,16 @@ from megarl.parallel.tensor import Shard, whole_shapes
 from megarl.settings.training import LoraConfig, ModelConfig, TrainingConfig
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of a weight by dtype."""
+"""Bytes of a weight."""
 GRADIENT_BYTES, MASTER_BYTES, MOMENT_BYTES = 4, 4, 8
 SUB_GROUP_ELEMENTS = 1_000_000_000
-"""Elements at which ZeRO 3 begins a new part of the optimizer state (`sub_group_size`)."""
+"""Where ZeRO 3 begins a new part of the optimizer state (`sub_group_size`)."""
 OUTPUT_HEAD, SCORE_HEAD = "lm_head.weight", "score.weight"
 
 
 @dataclass(frozen=True)
 class SizedParameter:
-    """A model's parameter: its name, its whole shape, and how the trainer's tensor-parallel ranks
-    split it (None: each has all of it).
-    """
+    """A model's parameter, its whole shape, and how tensor-parallel ranks split it, if they do."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,16 +46,15 @@ class SizedParameter:
 
     @property
     def on_rank(self) -> int:
-        """The largest number of elements that any tensor-parallel rank has."""
+        """Most elements on a tensor-parallel rank."""
         if self.shard is None:
             return num_elements(self.shape)
         return num_elements(self.shape) // self.shard.whole * max(self.shard.lengths)
 
 
 def sized_parameters(config: ModelConfig, tensor: int) -> list[SizedParameter]:
-    """The parameters of the causal language model that `config.path` names, as `tensor`
-    tensor-parallel trainer ranks split them; no weights are read. Raises `ValueError` if the model
-    cannot be built or split.
+    """The parameters of `config.path` as `tensor` tensor-parallel ranks split them. Raises
+    `ValueError` if the model cannot be built or split.
     """
     # Imported here: the modules of transformers take seconds.
     from megarl.trainer.loading import empty_model
@@ -73,29 +68,23 @@ def sized_parameters(config: ModelConfig, tensor: int) -> list[SizedParameter]:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that a model takes on one rank: weights, gradients and optimizer state on the GPU, and
-    what is in the host's memory.
-    """
+    """Bytes that a model takes on one rank: on the GPU, and on the host."""
 
     weights: int
     gradients: int = 0
     optimizer: int = 0
     """Master weights and AdamW's moments."""
     host: int = 0
-    """Bytes in the host's memory with `training.offload_optimizer`: optimizer state, and gradients
-    that are handed to it."""
+    """Of `training.offload_optimizer`."""
 
     @property
     def total(self) -> int:
-        """Bytes on the GPU: weights, gradients and optimizer state together."""
+        """Bytes on the GPU."""
         return self.weights + self.gradients + self.optimizer
 
 
 def with_head(parameters: Sequence[SizedParameter], head: str) -> list[SizedParameter]:
-    """The parameters of a model with the head `head`, as a new list made of a causal language
-    model's: "logprobs" keeps the output head, "value" and "scalar" have a score head [1, hidden
-    size] instead, "states" has no head.
-    """
+    """The parameters of a model with `head`, from those of a language model."""
     if head == "logprobs":
         return [*parameters]
     kept = [parameter for parameter in parameters if parameter.name != OUTPUT_HEAD]
@@ -105,7 +94,6 @@ def with_head(parameters: Sequence[SizedParameter], head: str) -> list[SizedPara
 
 
 def num_elements(shape: Sequence[int]) -> int:
-    """Number of elements of a tensor of this shape; 1 for the shape ()."""
     return math.prod(shape)
 
 
@@ -116,10 +104,8 @@ def role_memory(
     *,
     trains: bool,
 ) -> Memory:
-    """Bytes of weights, gradients and optimizer state on the rank that needs most, for one model of
-    a run. `layout`: its degrees of parallelism. `training`: ZeRO stage, dtype, LoRA and offloading.
-    With `trains` False only weights are counted, with those of a LoRA adapter only if
-    `training.lora.adapter` names one.
+    """Bytes on the rank that needs most. A frozen model has weights only, with LoRA only if
+    `training.lora.adapter` names an adapter.
     """
     stage, sharing = training.zero_stage, layout.data * layout.sequence
     lora = training.lora if trains or training.lora.adapter else LoraConfig()
@@ -133,22 +119,19 @@ def role_memory(
 
     weight_bytes = BYTES[training.dtype]
     master = MASTER_BYTES if stage > 0 or training.dtype != "float32" else 0
-    found = Memory(
+    on_gpu = Memory(
         bytes_of(weights + adapters, weight_bytes, 3),
         bytes_of(trained, GRADIENT_BYTES, 2),
         bytes_of(trained, master + MOMENT_BYTES, 1),
     )
     if not (trains and training.offload_optimizer):
-        return found
-    sums = found.gradients if training.offload_gradients == "step" else 0
-    return Memory(found.weights, sums, host=host_memory(trained, layout, training))
+        return on_gpu
+    sums = on_gpu.gradients if training.offload_gradients == "step" else 0
+    return Memory(on_gpu.weights, sums, host=host_memory(trained, layout, training))
 
 
 def trained_elements(parameters: Sequence[SizedParameter], training: TrainingConfig) -> list[int]:
-    """Number of elements of each trained parameter on one tensor-parallel rank: of every one, or
-    with LoRA of the adapters and of a score head. ZeRO divides them further, which is not counted
-    here.
-    """
+    """Elements of each trained parameter on a tensor-parallel rank, before ZeRO divides them."""
     if not training.lora.is_on:
         return [parameter.on_rank for parameter in parameters]
     adapters = [size for parameter in parameters for size in _adapter(parameter, training.lora)]
@@ -157,14 +140,12 @@ def trained_elements(parameters: Sequence[SizedParameter], training: TrainingCon
 
 
 def host_memory(trained: Sequence[int], layout: Layout, training: TrainingConfig) -> int:
-    """Bytes in the host's memory for one rank with `training.offload_optimizer`. `trained`:
-    elements of each trained parameter on a tensor-parallel rank, before ZeRO divides them.
+    """Bytes in a rank's host memory with `training.offload_optimizer`; `trained`:
+    `trained_elements`.
 
-    Counted are master weights and AdamW's moments, and the gradients that the optimizer takes;
-    under ZeRO 1 and 2 also this rank's part of the updated weights and a buffer for the largest
-    parameter; with `training.offload_gradients: micro_batch` also the sums of gradients. torch
-    rounds all of these up to a power of two (pinned memory), except the moments and, under ZeRO 3,
-    the master weights.
+    Counted are master weights, moments and the gradients that the optimizer takes; under ZeRO 1 and
+    2 also updated weights and a buffer for the largest parameter. torch rounds pinned memory up to
+    a power of two: all but the moments and, under ZeRO 3, the master weights.
     """
     parts = [-(-size // (layout.data * layout.sequence)) for size in trained]
     if training.zero_stage == 3:
@@ -179,10 +160,7 @@ def host_memory(trained: Sequence[int], layout: Layout, training: TrainingConfig
 
 
 def sub_groups(parts: Sequence[int]) -> list[int]:
-    """Number of elements of each group of parameters into which DeepSpeed's ZeRO 3 divides its
-    optimizer state (`sub_group_size`): a group ends once it has 10^9 elements. `parts`: this rank's
-    elements of each trained parameter, in order.
-    """
+    """Elements of each of ZeRO 3's groups of parameters."""
     groups = [0]
     for size in parts:
         if groups[-1] >= SUB_GROUP_ELEMENTS:
@@ -197,9 +175,7 @@ def power_of_two(size: int) -> int:
 
 
 def engine_memory(parameters: Sequence[SizedParameter], tensor: int, dtype: str) -> int:
-    """About how many bytes of weights each of the `tensor` GPUs of an inference engine has: every
-    matrix is split evenly, without padding. `dtype`: "float32", "bfloat16" or "float16".
-    """
+    """About the bytes of weights on each of an engine's `tensor` GPUs."""
     sizes = [
         num_elements(parameter.shape) / (tensor if len(parameter.shape) > 1 else 1)
         for parameter in parameters
@@ -207,17 +183,19 @@ def engine_memory(parameters: Sequence[SizedParameter], tensor: int, dtype: str)
     return math.ceil(BYTES[dtype] * sum(sizes))
 
 
-def _adapter(one: SizedParameter, lora: LoraConfig) -> list[int]:
-    """Elements of A and B of the LoRA adapter of a weight on one rank; none for a parameter without
-    adapter. See `megarl.trainer.lora` for how they are cut.
-    """
-    layer = one.name.removesuffix(".weight").rpartition(".")[2]
-    is_linear = len(one.shape) == 2 and ".layers." in one.name and ".experts." not in one.name
+def _adapter(parameter: SizedParameter, lora: LoraConfig) -> list[int]:
+    """Elements of A and B of a parameter's LoRA adapter on one rank."""
+    layer = parameter.name.removesuffix(".weight").rpartition(".")[2]
+    is_linear = (
+        len(parameter.shape) == 2
+        and ".layers." in parameter.name
+        and ".experts." not in parameter.name
+    )
     if not lora.is_on or not is_linear or (lora.targets and layer not in lora.targets):
         return []
     # A is split with the weight's inputs, B with its outputs; the other one is whole.
-    outputs, inputs = one.shape
-    if one.shard is not None:
-        most = max(one.shard.lengths)
-        outputs, inputs = (outputs, most) if one.shard.dim == 1 else (most, inputs)
+    outputs, inputs = parameter.shape
+    if parameter.shard is not None:
+        most = max(parameter.shard.lengths)
+        outputs, inputs = (outputs, most) if parameter.shard.dim == 1 else (most, inputs)
     return [lora.rank * inputs, lora.rank * outputs]

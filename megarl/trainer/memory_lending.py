@@ -4,13 +4,12 @@
     handover.offload(optimizer, module)      # master weights and moments: to the host; rest: freed
     handover.reload()                        # the same tensors, on the device again
 
-A tensor's memory is its storage. Here storages are set to 0 bytes and later back to their size, as
-FSDP does with parameters: every view that DeepSpeed keeps of a storage stays valid, and no tensor
-object changes. DeepSpeed's own `offload_states` works with ZeRO 2 only: its optimizer of bf16 ZeRO
-1 has no such method, and that of ZeRO 3 refuses every optimizer but DeepSpeed's `FusedAdam`.
+Storages are set to 0 bytes and later back to their size, as FSDP does, so every view that DeepSpeed
+keeps stays valid. Its own `offload_states` works with ZeRO 2 only: bf16 ZeRO 1 has no such method,
+and ZeRO 3 refuses every optimizer but `FusedAdam`.
 
 Gradients and reduction buffers are freed without a copy: between two optimizer steps they hold
-nothing. The weights stay where they are, since they are sent to the engines.
+nothing.
 """
 
 from __future__ import annotations
@@ -29,18 +28,15 @@ ALIGNMENT = 512
 """Bytes to which the parts of the host's memory are aligned."""
 
 SMALLEST_BYTES = 1024
-"""Storages below this stay on the device: AdamW's step counters."""
+"""Smaller storages stay on the device: AdamW's step counters."""
 
 
 class HostMemory:
-    """Host memory of exactly `num_bytes` bytes, registered with CUDA if `registered`, so that
-    copies to and from a GPU are fast; torch's own pinned memory would be rounded up to a power of
-    two. `bytes` is the memory as a flat uint8 tensor. Raises `UserError` if the host has too little
-    memory, or CUDA cannot register it.
+    """Host memory of exactly `num_bytes`, `registered` with CUDA for fast copies; torch would round
+    pinned memory up to a power of two. Raises `UserError` if that fails.
     """
 
     def __init__(self, num_bytes: int, *, registered: bool) -> None:
-        """Raises `UserError` if the host has too little memory, or CUDA cannot register it."""
         try:
             self._mapping = mmap.mmap(-1, num_bytes)
         except (OSError, ValueError) as error:
@@ -57,9 +53,7 @@ class HostMemory:
                 raise UserError(_no_memory(num_bytes, f"cudaHostRegister: {why}"))
 
     def release(self) -> None:
-        """Undo the registration with CUDA; a second call does nothing. The memory itself is freed
-        with the last tensor that views it.
-        """
+        """Undo the registration. The memory is freed with the last tensor that views it."""
         if self._is_registered:
             cuda: Any = torch.cuda.cudart()
             cuda.cudaHostUnregister(self.bytes.data_ptr())
@@ -67,9 +61,8 @@ class HostMemory:
 
 
 class Handover:
-    """Frees the GPU memory of a DeepSpeed optimizer on this rank (`offload`, with a copy of its
-    state on the host) and takes it back (`reload`), so that other processes can use the GPU in
-    between. Each rank does so for itself. `device`: this rank's; on the CPU it works too.
+    """Frees a DeepSpeed optimizer's GPU memory on this rank (`offload`) and takes it back
+    (`reload`). On the CPU it works too.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -82,33 +75,29 @@ class Handover:
         self._dropped: list[tuple[torch.UntypedStorage, int]] = []
         """(storage that is empty now, its size in bytes)."""
         self.is_away = False
-        """Whether the memory is lent."""
 
     def offload(self, optimizer: Any, module: torch.nn.Module, *, on_host: bool = False) -> None:
-        """Copy master weights and moments of DeepSpeed's `optimizer` to the host, and free on the
-        device their memory and that of gradients and reduction buffers. Call it between two
-        optimizer steps; it returns when the copies are done, and does nothing if the memory is
-        freed already.
+        """Copy master weights and moments to the host, and free their memory and that of gradients
+        and reduction buffers, between two optimizer steps. Blocks. Until `reload` the optimizer's
+        tensors are those on the host, for checkpoints.
 
-        Until `reload` the optimizer's tensors are those on the host, so that a checkpoint can be
-        written. `module`: the model, whose weights stay. `on_host`: the optimizer state is on the
-        host anyway, so that only gradient sums and buffers are freed. Raises `UserError` if the
-        host has too little memory.
+        `module`: its weights stay. `on_host`: the optimizer state is there anyway. Raises
+        `UserError` if the host has too little memory.
         """
         if self.is_away:
             return
         self.is_away = True
         if hasattr(optimizer, "empty_partition_cache"):
             optimizer.empty_partition_cache()  # parameters that ZeRO 3 has gathered
-        weights = {_storage(one).data_ptr() for one in weights_of(module)}
+        weights = {_storage(weight).data_ptr() for weight in weights_of(module)}
 
         def lent(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
             return [
-                one
-                for one in tensors
-                if one.device.type == self._device.type
-                and _storage(one).nbytes() >= SMALLEST_BYTES
-                and _storage(one).data_ptr() not in weights
+                tensor
+                for tensor in tensors
+                if tensor.device.type == self._device.type
+                and _storage(tensor).nbytes() >= SMALLEST_BYTES
+                and _storage(tensor).data_ptr() not in weights
             ]
 
         empty = lent(sums_of(optimizer) if on_host else gradient_memory(optimizer))
@@ -116,8 +105,8 @@ class Handover:
             self._copy(lent(optimizer_state(optimizer)))
         for parameter in module.parameters():
             parameter.grad = None
-        for one in [*empty, *lent(buckets(optimizer))]:
-            storage = _storage(one)
+        for tensor in [*empty, *lent(buckets(optimizer))]:
+            storage = _storage(tensor)
             if storage.nbytes():  # it may be a view of another one's
                 self._dropped.append((storage, storage.nbytes()))
                 storage.resize_(0)
@@ -125,11 +114,11 @@ class Handover:
         free_cache(self._device)
 
     def _copy(self, tensors: list[torch.Tensor]) -> None:
-        """Copy the storages of `tensors` to the host, and free them on the device."""
-        for one in tensors:
-            if not _storage(one).resizable():  # on the CPU: it maps a checkpoint's file
-                one.data = one.data.clone()
-        storages = {_storage(one).data_ptr(): _storage(one) for one in tensors}
+        """Move the storages of `tensors` to the host."""
+        for tensor in tensors:
+            if not _storage(tensor).resizable():  # on the CPU: it maps a checkpoint's file
+                tensor.data = tensor.data.clone()
+        storages = {_storage(tensor).data_ptr(): _storage(tensor) for tensor in tensors}
         begins, end = dict[int, int](), 0
         for pointer, storage in storages.items():
             begins[pointer] = end
@@ -144,21 +133,18 @@ class Handover:
             content = memory[begins[pointer] : begins[pointer] + storage.nbytes()]
             content.copy_(_bytes_of(storage), non_blocking=True)
             self._copied.append((storage, content))
-        for one in tensors:
-            begin = begins[_storage(one).data_ptr()] // one.itemsize + one.storage_offset()
-            on_host = memory.view(one.dtype).as_strided(one.shape, one.stride(), begin)
-            self._moved.append((one, one.data, on_host))
+        for tensor in tensors:
+            begin = begins[_storage(tensor).data_ptr()] // tensor.itemsize + tensor.storage_offset()
+            on_host = memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), begin)
+            self._moved.append((tensor, tensor.data, on_host))
         synchronize(self._device)
-        for one, _, on_host in self._moved:
-            one.data = on_host
+        for tensor, _, on_host in self._moved:
+            tensor.data = on_host
         for storage, _ in self._copied:
             storage.resize_(0)
 
     def reload(self) -> None:
-        """Allocate on the device what `offload` has freed, and copy the state back from the host;
-        gradients and buffers are then 0. Returns when the copies are done. Does nothing if nothing
-        was freed.
-        """
+        """Undo `offload`; gradients and buffers are then 0. Blocks until the copies are done."""
         for storage, content in self._copied:
             storage.resize_(content.numel())
             _bytes_of(storage).copy_(content, non_blocking=True)
@@ -166,64 +152,55 @@ class Handover:
             storage.resize_(size)
             _bytes_of(storage).zero_()
         synchronize(self._device)
-        for one, on_device, _ in self._moved:
-            one.data = on_device
+        for tensor, on_device, _ in self._moved:
+            tensor.data = on_device
         self._moved, self._copied, self._dropped = [], [], []
         self.is_away = False
 
     def release(self) -> None:
-        """Give the host's memory back, of which `offload` keeps one block for all its calls. Call
-        it after `reload`, at the end.
-        """
+        """Free the host's memory, which all calls of `offload` share. Call it after `reload`."""
         if self._host is not None:
             self._host.release()
         self._host = None
 
 
 def optimizer_state(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Iterate over the tensors of master weights and moments of `optimizer`, one of DeepSpeed's or
-    a torch optimizer, each once. Without separate master weights (float32 without ZeRO), the
-    trained parameters themselves are among them.
+    """Each tensor of master weights and moments once. In float32 without ZeRO, the parameters are
+    the master weights.
     """
     seen: set[int] = set()
     inner = _inner(optimizer)
-    found = [parameter for group in inner.param_groups for parameter in group["params"]]
+    tensors = [parameter for group in inner.param_groups for parameter in group["params"]]
     # ZeRO 3 shows them to the inner optimizer only while it steps.
-    found += getattr(optimizer, "fp32_partitioned_groups_flat", [])
+    tensors += getattr(optimizer, "fp32_partitioned_groups_flat", [])
     for parameter, state in inner.state.items():
-        found += [parameter, *(one for one in state.values() if isinstance(one, torch.Tensor))]
-    for one in found:
-        if id(one) not in seen:
-            seen.add(id(one))
-            yield one
+        tensors += [parameter, *filter(torch.is_tensor, state.values())]
+    for tensor in tensors:
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield tensor
 
 
 def gradient_memory(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Iterate over the tensors in which DeepSpeed's `optimizer` keeps accumulated gradients on this
-    rank. Their content is not needed between two optimizer steps.
-    """
-    for one in optimizer_state(optimizer):
-        if one.grad is not None:
-            yield one.grad
+    """Tensors of accumulated gradients on this rank."""
+    for tensor in optimizer_state(optimizer):
+        if tensor.grad is not None:
+            yield tensor.grad
     yield from getattr(optimizer, "fp32_groups_gradients_flat", [])  # bf16 ZeRO 1
     yield from sums_of(optimizer)
 
 
 def buckets(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Iterate over the buffers of DeepSpeed's `optimizer` in which gradients are reduced over
-    ranks, and through which they go to the host.
-    """
+    """Buffers in which gradients are reduced, and through which they go to the host."""
     for bucket in getattr(optimizer, "ipg_buckets", {}).values():
         buffers = bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]
-        yield from (one for one in buffers if one is not None)
+        yield from (buffer for buffer in buffers if buffer is not None)
     if hasattr(optimizer, "temp_grad_buffer_for_gpu_offload"):  # ZeRO 1 and 2
         yield optimizer.temp_grad_buffer_for_gpu_offload
 
 
 def weights_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Iterate over the tensors that hold the weights of `module` on this rank: parameters, under
-    ZeRO 3 their slices too, and buffers.
-    """
+    """Parameters, under ZeRO 3 their slices too, and buffers."""
     for parameter in module.parameters():
         yield getattr(parameter, "ds_tensor", parameter)
         yield parameter
@@ -231,23 +208,18 @@ def weights_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def free_cache(device: torch.device) -> None:
-    """Return the GPU memory that torch's allocator keeps unused to the driver, so that other
-    processes can have it. Does nothing on the CPU.
-    """
+    """Return GPU memory that torch's allocator keeps unused to the driver."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until all work that was started on `device`, such as copies, is done. Does nothing on
-    the CPU.
-    """
+    """Wait for all work on `device`."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _inner(optimizer: Any) -> Any:
-    """The torch optimizer inside DeepSpeed's."""
     inner = getattr(optimizer, "optimizer", None)
     return optimizer if inner is None else _inner(inner)
 

@@ -41,35 +41,29 @@ from megarl.types import MicroBatch
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` that multiplies float32 matrices by oneDNN on CPUs with AVX-512, where that is
-    faster, and computes as `nn.Linear` elsewhere. Parameters and their names are the same.
-    """
+    """`nn.Linear` that multiplies float32 by oneDNN on CPUs with AVX-512, where that is faster."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight, self.bias)
 
 
 def use_linear(model: nn.Module) -> None:
-    """Replace every plain `nn.Linear` of `model` by megarl's `Linear`, in place, with the same
-    parameter objects; subclasses of `nn.Linear` stay.
-    """
+    """Replace every plain `nn.Linear` by `Linear`, in place, with the same parameters."""
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
             if type(layer) is nn.Linear:
-                made = Linear(1, 1, bias=False, device="meta")
-                made.in_features, made.out_features = layer.in_features, layer.out_features
-                made.weight, made.bias = layer.weight, layer.bias
-                setattr(parent, name, made)
+                new = Linear(1, 1, bias=False, device="meta")
+                new.in_features, new.out_features = layer.in_features, layer.out_features
+                new.weight, new.bias = layer.weight, layer.bias
+                setattr(parent, name, new)
 
 
 class RoleModel(nn.Module):
-    """A Hugging Face model with one of megarl's heads (log-probs, values, scores or hidden states),
-    over the ranks of a mesh: called with a packed micro-batch, it returns the head's output for
-    this rank's tokens. All ranks of `mesh` create and call it together.
+    """A Hugging Face model with one of megarl's heads: returns the head's output for this rank's
+    tokens of a packed micro-batch. Collective.
 
-    `model` is changed in place: it becomes `.model`, sharded over the tensor-parallel ranks, with
-    LoRA adapters if `training` has some. With the heads "value" and "scalar", `.model.score` is a
-    linear score head and there is no output head; nor is there one with "states".
+    It is changed in place: sharded over tensor-parallel ranks, with LoRA adapters, and with
+    `.score` or no head in place of its output head.
     """
 
     def __init__(
@@ -84,14 +78,14 @@ class RoleModel(nn.Module):
         self.model, self.mesh = model, mesh
         self.head: HeadName = head
         self.windows = layer_windows(model.config)
-        """[layers] the sliding window of each layer in tokens, or None."""
+        """Each layer's sliding window in tokens, or None."""
         self.sequence = training.sequence
         self.attention: PackedBackend = training.attention
         if training.tensor_backend == "autotp":
             self.shards = shard_with_autotp(model, mesh)
         else:
             self.shards = shard_model(model, mesh.tensor)
-        """{parameter name: shard} of the parameters of `model` of which this rank holds a part."""
+        """Of the parameters of `model` of which this rank holds a part."""
         self._inner = RingExchange(mesh.ulysses)
         self._outer = RingExchange(mesh.ring, mesh.ring_back)
         if head == "logprobs":
@@ -114,26 +108,23 @@ class RoleModel(nn.Module):
             self.adapters = add_adapters(model, self.shards, mesh.tensor, training.lora)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """{Hugging Face name: shape of the whole tensor} of the model's weights, as before any
-        sharding, without LoRA adapters.
-        """
+        """{Hugging Face name: whole shape} of the weights, without LoRA adapters."""
         whole = whole_shapes(self.model, self.shards)
         return {name: shape for name, shape in whole.items() if not is_adapter(name)}
 
     def share_trained(self) -> str:
-        """Words on how many parameters LoRA trains, such as "1,024 parameters beside 65,536 frozen
-        ones (1.6%)"; "" for a model without adapters.
+        """What LoRA trains, such as "1,024 parameters beside 65,536 frozen ones (1.6%)"; "" without
+        it.
         """
         if self.adapters is None:
             return ""
         whole = whole_shapes(self.model, self.shards)
         count = {name: math.prod(shape) for name, shape in whole.items()}
-        needed = {name for name, one in self.model.named_parameters() if one.requires_grad}
+        needed = {name for name, p in self.model.named_parameters() if p.requires_grad}
         trained, frozen = (sum(count[n] for n in count if (n in needed) == yes) for yes in (1, 0))
         return f"{trained:,} parameters beside {frozen:,} frozen ones ({trained / frozen:.1%})"
 
     def _use_logprob_head(self, training: TrainingConfig) -> None:
-        """Replace the model's output head by a `LogProbHead` with the same weight."""
         old: Any = self.model.get_output_embeddings()
         head = LogProbHead(1, 1, bias=False, device="meta")
         head.in_features, head.out_features = old.in_features, old.out_features
@@ -155,13 +146,10 @@ class RoleModel(nn.Module):
     def forward(
         self, batch: MicroBatch, temperature: float = 1.0, soft_targets: SoftTargets | None = None
     ) -> Any:
-        """Run the model on this rank's tokens of a packed sequence. M is the number of tokens with
-        `batch.mask` True, K the number of samples that end on this rank. All ranks that share the
-        packed sequence call it together. Returns, by head:
+        """Run the model on this rank's tokens, M of them with `batch.mask` True; K samples end
+        here. Collective over ranks that share the packed sequence. Returns, by head:
 
-        * `logprobs`: (log-probs [M], entropies [M]), float32, of the next tokens, with logits
-          divided by `temperature`; with `soft_targets` (divergences [M], entropies [M], log-probs
-          [M], the teacher's log-probs [M]) instead, of which only the first has gradients
+        * `logprobs`: see `LogProbHead.forward`
         * `value`: values [M], float32
         * `scalar`: (scores [K] float32, ids of their samples [K] int64)
         * `states`: last hidden states [M, H], in the model's dtype
@@ -185,19 +173,16 @@ class RoleModel(nn.Module):
         return output(hidden[chosen], batch.targets[chosen], temperature, soft_targets)
 
     def _last_tokens(self, batch: MicroBatch) -> torch.Tensor:
-        """[K] indices, among this rank's tokens, of the last token of each sample. Padding, which
-        has sample id -1, is left out.
-        """
-        place = torch.arange(len(batch.token_ids))
+        """[K] indices, among this rank's tokens, of each sample's last token, without padding."""
+        positions = torch.arange(len(batch.token_ids))
         if batch.indices:
-            place = batch.indices[self.mesh.sequence.rank]
-        ends = torch.isin(place.to(batch.ends.device), batch.ends)
+            positions = batch.indices[self.mesh.sequence.rank]
+        ends = torch.isin(positions.to(batch.ends.device), batch.ends)
         return (ends & (batch.sample_ids >= 0)).nonzero()[:, 0]
 
     def _attend(self, batch: MicroBatch) -> Attend:
-        """The attention function for this micro-batch: within each document on this rank alone; or
-        over the sequence-parallel ranks, with shared prefixes, within a sliding window, with a soft
-        cap or sinks.
+        """The attention function for this micro-batch: of documents on this rank alone, or for all
+        else that `sequence_attention` can do.
         """
         device, transport = batch.token_ids.device, self.sequence.transport
         if transport == "auto":

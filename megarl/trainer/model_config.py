@@ -1,4 +1,4 @@
-"""A model's config.json: read by transformers, and refused where its numbers are no model's."""
+"""A model's config.json, refused where its numbers are no model's."""
 
 from __future__ import annotations
 
@@ -21,33 +21,30 @@ from megarl.system.third_party import opening, refuse_broken_links
 from megarl.trainer.attention import refuse_unsupported
 
 COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-"""Settings of config.json that every model has, at least 1."""
+"""Settings that every model has, at least 1."""
 OTHER_COUNTS = (
     *("num_key_value_heads", "intermediate_size", "head_dim", "max_position_embeddings"),
     "sliding_window",
 )
-"""Settings of config.json that are at least 1 where a model has them."""
+"""Settings that are at least 1 where a model has them."""
 LARGEST_COUNT = 2**31 - 1
 POSITIVE = (
     *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta", "factor"),
     "attn_logit_softcapping",
 )
-"""Settings of config.json that are above 0 where a model has them."""
+"""Settings that are above 0 where a model has them."""
 
 FIX = "fetch the model again, or correct its config.json"
 
 
 def positions(hf: transformers.PretrainedConfig) -> int | None:
-    """Number of tokens that a model can read (`max_position_embeddings` of its configuration); None
-    for a model without a limit.
-    """
+    """Tokens that a model can read, if it has a limit."""
     return getattr(hf.get_text_config(), "max_position_embeddings", None)
 
 
 def longest_sequence(config: RunConfig, hf: transformers.PretrainedConfig) -> int:
-    """Most tokens of a sequence in an inference engine: the longest prompt plus the longest
-    response that the recipe allows, at most as many as the model can read. `hf`: the model's
-    transformers configuration.
+    """Most tokens of a sequence in an engine: prompt and response of the recipe, within the model's
+    limit.
     """
     return min(longest_request(config), positions(hf) or MOST_TOKENS)
 
@@ -55,10 +52,9 @@ def longest_sequence(config: RunConfig, hf: transformers.PretrainedConfig) -> in
 def load_model_config(
     config: ModelConfig, *, setting: str = "model"
 ) -> transformers.PretrainedConfig:
-    """Read config.json of the model that `config.path` names: a folder, or a hub name, which is
-    downloaded where the hub can be reached. Raises `ValueError`, which names the setting to change,
-    if the file cannot be read or a number in it cannot be right. `setting`: the section of the
-    recipe in which `path` is, for messages.
+    """Read config.json of the folder or hub name `config.path`. Raises `ValueError`, which names
+    the setting to change, if it cannot be read or a number in it cannot be right. `setting`: the
+    recipe's section, for messages.
     """
     what = f"{setting}.path {config.path!r}"
     folder = Path(config.path)
@@ -102,15 +98,15 @@ def load_model_config(
 
 
 def _problem_of_type(kind: type[transformers.PretrainedConfig]) -> str:
-    """The `config_problem` of what a configuration class is without a file; "" for none."""
+    """The `config_problem` of what a configuration class is without a file."""
     with suppress(Exception):  # some classes have no default, or refuse their own
         return config_problem(kind())
     return ""
 
 
 def config_problem(hf: transformers.PretrainedConfig) -> str:
-    """What is wrong with the numbers of a model's configuration, such as "hidden_size is 0, not a
-    number from 1 to 2147483647"; "" if nothing is.
+    """What is wrong with a model's numbers, such as "hidden_size is 0, not a number from 1 to
+    2147483647", or "".
     """
     text = hf.get_text_config()
     for name in (*COUNTS, *OTHER_COUNTS):

@@ -1,8 +1,6 @@
-"""RMSNorm of a transformers model by torch's own function, for `training.norms: torch`.
-
-transformers writes RMSNorm as five operations, each of which reads and writes all states. On a GPU
-`torch.nn.functional.rms_norm` is one kernel, which rounds once, at its end. Which formula a layer
-computes is found by trying, not by its name: some models scale by `weight`, others by `1 + weight`.
+"""RMSNorm of a transformers model by torch's own function, for `training.norms: torch`: one kernel,
+which rounds once, instead of five operations. A layer's formula is found by trying: some models
+scale by `weight`, others by `1 + weight`.
 """
 
 from __future__ import annotations
@@ -15,28 +13,26 @@ import torch.nn.functional as F
 from torch import nn
 
 EPSILONS = ("variance_epsilon", "eps")
-"""Names under which transformers' classes keep the epsilon of their norm."""
+"""Names of the epsilon in transformers' classes."""
 TRIED_SCALE = 1e-3
-"""Size of the states on which a formula is tried: their mean square is as small as an epsilon, so
-that another epsilon shows."""
+"""Size of the tried states: their mean square is as small as an epsilon, so that another one
+shows."""
 TRIED_TOLERANCE = 1e-5
-"""Largest relative difference of a formula, in float32."""
+"""Largest relative difference in float32."""
 
 
 def use_torch_norms(model: nn.Module) -> int:
-    """Make every layer of `model` whose class is named ...RMSNorm compute by
-    `torch.nn.functional.rms_norm`, in place; parameters and hooks stay. Returns the number of
-    changed layers. Raises `ValueError` for such a layer that computes another formula. `model` may
-    be on the meta device.
+    """Make every layer whose class is named ...RMSNorm compute by torch, in place; returns their
+    number. `model` may be on the meta device. Raises `ValueError` for another formula.
     """
-    layers = [one for one in model.modules() if type(one).__name__.endswith("RMSNorm")]
+    layers = [layer for layer in model.modules() if type(layer).__name__.endswith("RMSNorm")]
     for layer in layers:
         layer.forward = partial(_norm, layer, *_formula(layer))
     return len(layers)
 
 
 def _norm(layer: nn.Module, eps: float, offset: float, states: torch.Tensor) -> torch.Tensor:
-    """States [..., H] divided by their root mean square, and scaled by `offset + weight`."""
+    """[..., H] divided by their root mean square, and scaled by `offset + weight`."""
     weight = layer.weight
     assert isinstance(weight, torch.Tensor)
     if not offset:
@@ -47,7 +43,7 @@ def _norm(layer: nn.Module, eps: float, offset: float, states: torch.Tensor) -> 
 
 def _formula(layer: nn.Module) -> tuple[float, float]:
     """(epsilon, offset) with which `_norm` computes what `layer` does."""
-    eps = next((float(getattr(layer, one)) for one in EPSILONS if hasattr(layer, one)), None)
+    eps = next((float(getattr(layer, name)) for name in EPSILONS if hasattr(layer, name)), None)
     if eps is not None and [name for name, _ in layer.named_parameters()] == ["weight"]:
         for offset in (0.0, 1.0):
             if _computes(layer, eps, offset):
@@ -60,9 +56,7 @@ def _formula(layer: nn.Module) -> tuple[float, float]:
 
 @torch.no_grad()
 def _computes(layer: nn.Module, eps: float, offset: float) -> bool:
-    """Whether `layer` computes what `_norm` does, of random states and with a random weight. The
-    weight of `layer` itself may have no storage (device meta).
-    """
+    """Whether `layer` computes what `_norm` does."""
     draw = torch.Generator().manual_seed(0)
     tried = copy.copy(layer)
     size = layer.weight.shape

@@ -1,7 +1,4 @@
-"""Optimizers that a recipe can name as `training.optimizer.kind`, all of them AdamW, and the
-learning-rate schedule.
-
-    OPTIMIZERS["torch"](parameters, config.optimizer) -> torch.optim.Optimizer
+"""Optimizers for `training.optimizer.kind`, all of them AdamW, and the learning-rate schedule.
 
 To add one, write a function of (parameters, config), name it in `OPTIMIZERS` and in
 `OptimizerConfig.kind`, and say in `refuse_optimizer` what it needs.
@@ -25,26 +22,20 @@ Parameters = Sequence[torch.nn.Parameter]
 
 
 def torch_adamw(parameters: Parameters, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Make `torch.optim.AdamW` with its fused kernel for `parameters`, a sequence of
-    `nn.Parameter`. `config`: learning rate, betas, eps and weight decay.
-    """
+    """`torch.optim.AdamW` with its fused kernel."""
     return torch.optim.AdamW(parameters, fused=True, **_settings(config))
 
 
 def apex_adamw(parameters: Parameters, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Make `FusedAdam` of NVIDIA apex in AdamW mode for `parameters`, a sequence of `nn.Parameter`
-    on a GPU. `config`: learning rate, betas, eps and weight decay. Raises `ImportError` without
-    apex.
-    """
+    """`FusedAdam` of NVIDIA apex, on a GPU. Raises `ImportError` without apex."""
     from apex.optimizers import FusedAdam  # pyright: ignore[reportMissingImports]
 
     return FusedAdam(parameters, adam_w_mode=True, **_settings(config))
 
 
 def deepspeed_cpu_adamw(parameters: Parameters, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Make `DeepSpeedCPUAdam` in AdamW mode for `parameters`, a sequence of `nn.Parameter`, with
-    the optimizer state in host memory. `config`: learning rate, betas, eps and weight decay. The
-    first call on a machine compiles a C++ extension, which takes one or two minutes.
+    """`DeepSpeedCPUAdam`, with its state in host memory. The first call on a machine compiles a C++
+    extension for one or two minutes.
     """
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -69,13 +60,12 @@ OPTIMIZERS: dict[str, Callable[[Parameters, OptimizerConfig], torch.optim.Optimi
 
 
 def refuse_optimizer(training: TrainingConfig, device: torch.device) -> None:
-    """Raise `ValueError`, with what to set, if the AdamW that `training.optimizer.kind` names
-    cannot run on `device`, this rank's: the optimizer state would be in the wrong memory (GPU or
-    host), or a package or compiler is missing.
+    """Raise `ValueError`, with what to set, if `training.optimizer.kind` cannot run on `device`:
+    its state would be in the wrong memory, or a package or compiler is missing.
     """
-    kind = training.optimizer.kind
+    optimizer = training.optimizer.kind
     on_gpu = device.type == "cuda" and not training.offload_optimizer
-    if kind == "apex":
+    if optimizer == "apex":
         require(
             on_gpu,
             "training.optimizer.kind is 'apex', whose kernel needs the optimizer state on a GPU;"
@@ -88,7 +78,7 @@ def refuse_optimizer(training: TrainingConfig, device: torch.device) -> None:
             " install it from https://github.com/NVIDIA/apex with its CUDA extensions (PyPI's"
             " 'apex' is another project), or set training.optimizer.kind to 'torch'",
         )
-    if kind == "deepspeed_cpu":
+    if optimizer == "deepspeed_cpu":
         require(
             not on_gpu,
             "training.optimizer.kind is 'deepspeed_cpu', which needs the optimizer state in host"
@@ -98,11 +88,11 @@ def refuse_optimizer(training: TrainingConfig, device: torch.device) -> None:
         compiler = os.environ.get("CXX", "c++")
         missing = [
             name
-            for name, found in (
+            for name, tool in (
                 (f"the C++ compiler {compiler}", shutil.which(compiler.split()[0])),
                 ("the package ninja", importlib.util.find_spec("ninja")),
             )
-            if found is None
+            if tool is None
         ]
         require(
             not missing,
@@ -113,7 +103,7 @@ def refuse_optimizer(training: TrainingConfig, device: torch.device) -> None:
 
 
 def _apex_problem() -> str:
-    """Why NVIDIA apex's `FusedAdam` cannot be imported; empty if it can."""
+    """Why apex's `FusedAdam` cannot be imported, or ""."""
     try:
         from apex.optimizers import FusedAdam  # noqa: F401  # pyright: ignore[reportMissingImports]
     except Exception as error:  # another project's package of that name raises what it likes
@@ -122,9 +112,8 @@ def _apex_problem() -> str:
 
 
 def learning_rate(schedule: ScheduleConfig, peak: float, step: int, total: int) -> float:
-    """Learning rate of optimizer step `step` (from 0) of `total`: linear warm-up to `peak` over
-    `schedule.warmup_steps`, then constant, or linear or cosine decay to `peak * final_ratio`, which
-    is reached at `step` = `total`.
+    """Learning rate of optimizer step `step` (from 0) of `total`: linear warm-up to `peak`, then
+    constant, or linear or cosine decay to `peak * final_ratio`, reached at `step` = `total`.
     """
     if step < schedule.warmup_steps:
         return peak * (step + 1) / schedule.warmup_steps

@@ -1,8 +1,6 @@
-"""Samples become packed rows: no padding, labels shifted once, every position knows its sample;
-sequence-parallel ranks share a row. Common prefixes of samples may be in a row once
-(`prefixes.py`), and those of a sample's branches are (`branches.py`).
-
-Samples -> MicroBatch of T = sum of their lengths, less what is shared -> this rank's tokens
+"""Samples become packed rows without padding, with labels shifted once, shared by sequence-parallel
+ranks. Common prefixes may be in a row once (`prefixes.py`), those of a sample's branches always are
+(`branches.py`).
 """
 
 from __future__ import annotations
@@ -23,9 +21,7 @@ from megarl.types import MicroBatch, Samples
 
 
 def padding(length: int) -> Samples:
-    """A sample of `length` tokens of id 0, none of which is a training target; its sample id is -1.
-    It fills ranks that would have no token.
-    """
+    """A sample of `length` untrained tokens of id 0, with sample id -1."""
     return Samples.one(-1, np.zeros(length, np.int32), mask=np.zeros(length, bool))
 
 
@@ -35,16 +31,12 @@ def pack(
     places: np.ndarray | None = None,
     share: SharePrefix = "off",
 ) -> MicroBatch:
-    """Concatenate `samples` into one packed sequence on `device` (a new micro-batch), with
-    next-token labels: targets, mask, log-probs and rewards at position t are those of the token
-    that continues it in the same sample. Of a sample that is a tree every token is computed once,
-    and once more where it predicts several trained ones.
+    """Concatenate `samples` into a packed sequence with next-token labels: column values at
+    position t are those of the token that continues it; where a token predicts several trained
+    ones, it is there again.
 
-    Without samples the sequence has two padding tokens, so that the rank still takes part in
-    collectives. `places` [T]: for each token its index among the tokens of the whole mini-batch,
-    where per-token results are stored; by default its index in `samples`. `share`: whether prefixes
-    that several samples have in common are in the sequence once: where that saves at least 1/16 of
-    their tokens ("auto"), wherever it saves any ("on"), or never ("off").
+    Without samples there are two padding tokens, so that the rank takes part in collectives.
+    `places` [T]: each token's index among those of the whole mini-batch; by default in `samples`.
     """
     if not len(samples):
         samples, places = padding(2), None
@@ -55,10 +47,7 @@ def pack(
     ids = np.where(tree.owners < 0, -1, samples.ids[tree.owners])
 
     def of_target(column: np.ndarray) -> np.ndarray:
-        """From `column` [T], a number for each token of the samples, make an array [C], with an
-        entry for each of the C tokens that `tree` computes (a shared prefix has its tokens once).
-        The entry of a token is the number of the token that it predicts; 0 if it predicts none.
-        """
+        """[T] by tokens -> [C] by computed tokens: of the one that each predicts, or 0."""
         return np.where(tree.targets < 0, 0, column[tree.targets])
 
     def tensor(column: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
@@ -90,19 +79,11 @@ def pack_shared(
     share: SharePrefix = "off",
     windows: Sequence[int | None] = (),
 ) -> MicroBatch:
-    """Concatenate `samples` into one packed sequence with next-token labels, of which each rank of
-    `axis` (the sequence-parallel ranks) keeps only its tokens, as a micro-batch. All ranks of
-    `axis` pass the same arguments; nothing is communicated.
+    """`pack`, of which each sequence-parallel rank keeps its tokens; all ranks of `axis` pass the
+    same arguments. `how`: which tokens each gets; "auto" for the most even work. `windows`: each
+    layer's sliding window in tokens, or None.
 
-    `how`: which tokens each rank gets: "contiguous", "zigzag", "zigzag_document", "striped", or
-    "auto" for the one that divides work most evenly. `places` [T]: for each token its index among
-    the tokens of the whole mini-batch; by default its index in `samples`. `share`: whether prefixes
-    that several samples have in common are in the sequence once: "auto" (if that saves enough),
-    "on" or "off". `windows`: the sliding window of each layer of the model in tokens, or None, from
-    which work is computed; empty where no layer has one.
-
-    Labels are shifted before the tokens are divided. If a rank would get no token, padding of two
-    tokens for each rank is appended to the packed sequence.
+    If a rank would get no token, padding of two tokens for each rank is appended.
     """
     whole = pack(samples, device, places, share)
     if axis.size == 1:
@@ -114,16 +95,16 @@ def pack_shared(
             places = np.concatenate([places, np.zeros(filler.offsets[-1], np.int64)])
         whole = pack(Samples.concatenate([samples, filler]), device, places, share)
         indices = _cut(whole, axis.size, how, windows)
-    mine = indices[axis.rank].to(device)
-    own = {name: getattr(whole, name)[mine] for name in PER_TOKEN}
+    indices_here = indices[axis.rank].to(device)
+    own = {name: getattr(whole, name)[indices_here] for name in PER_TOKEN}
     return replace(whole, indices=tuple(indices), **own)
 
 
 def _cut(
     whole: MicroBatch, size: int, how: str, windows: Sequence[int | None]
 ) -> list[torch.Tensor]:
-    """Each sequence-parallel rank's positions in a packed sequence. A token attends to as many keys
-    as its sample has tokens up to it, or as the window of a layer holds: the mean over the layers.
+    """Each sequence-parallel rank's positions in a packed sequence. A token's work is the keys that
+    it attends to, the mean over layers.
     """
     seen = whole.position_ids.cpu() + 1
     if any(windows):
@@ -143,13 +124,8 @@ def pack_mini_batch(
     share: SharePrefix = "off",
     windows: Sequence[int | None] = (),
 ) -> list[MicroBatch]:
-    """Pack a mini-batch into this rank's packed sequences (micro-batches) on `device`. `samples`:
-    the whole mini-batch. `micro_batches`: for each packed sequence, the indices of its samples in
-    `samples`. `axis`: the sequence-parallel ranks, which divide the tokens of each packed sequence;
-    `how`: which tokens each gets, as in `pack_shared`; "auto" divides work most evenly. `share`:
-    whether prefixes that several samples have in common are computed once: "auto" (if that saves
-    enough), "on" or "off". `windows`: the sliding window of each layer in tokens, or None; empty
-    where no layer has one.
+    """This rank's packed sequences of the mini-batch `samples`, each as by `pack_shared`.
+    `micro_batches`: the indices of each one's samples.
     """
     return [
         pack_shared(
@@ -163,17 +139,12 @@ PER_TOKEN = (
     *("token_ids", "position_ids", "targets", "mask"),
     *("sample_ids", "engine_logprobs", "rewards", "places"),
 )
-"""Per-token fields of `MicroBatch`, which are divided over the sequence-parallel ranks."""
+"""Fields of `MicroBatch` that are divided over the sequence-parallel ranks."""
 
 
 class SequenceMean:
-    """Replaces each number of a per-token tensor by the mean over the response tokens of the same
-    sample, or by the sum (`sum`), also of samples whose tokens are spread over sequence-parallel
-    ranks; differentiable. Called with values [M], it returns [M].
-
-    `sample_ids` [M] int64: the sample of each response token on this rank. `members` [S] int64: ids
-    of all samples of the packed sequence, ascending. `axis`: the sequence-parallel ranks, which
-    create and call the object together.
+    """For each response token the mean (`mean(values)`) or sum (`mean.sum(values)`) of values [M]
+    over its sample's response tokens, on all sequence-parallel ranks; differentiable. Collective.
     """
 
     def __init__(self, sample_ids: torch.Tensor, members: torch.Tensor, axis: Axis) -> None:
@@ -182,20 +153,13 @@ class SequenceMean:
         self._counts = all_reduce(counts, axis).clamp_min(1)
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        """values [M], one for each response token on this rank -> [M]: for each token the mean over
-        all response tokens of its sample. All sequence-parallel ranks call it together, even
-        without tokens.
-        """
         return (self._sums(values) / self._counts.to(values.dtype))[self._index]
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """values [M], one for each response token on this rank -> [M]: for each token the sum over
-        all response tokens of its sample. All sequence-parallel ranks call it together, even
-        without tokens.
-        """
+        """As a call, with sums instead of means."""
         return self._sums(values)[self._index]
 
     def _sums(self, values: torch.Tensor) -> torch.Tensor:
-        """[M] per-token values -> [S] sums of the samples in `members`."""
+        """[M] -> [S] sums of the samples in `members`."""
         sums = torch.zeros(len(self._counts), dtype=values.dtype, device=values.device)
         return sum_both(sums.index_add(0, self._index, values), self._axis)

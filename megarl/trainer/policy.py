@@ -1,11 +1,10 @@
-"""Policy-gradient training: a step's samples and the per-token results of other models become
-advantages, a loss, and one optimizer step per mini-batch.
+"""Policy-gradient training: a step's samples and the results of other models become advantages, a
+loss, and an optimizer step per mini-batch.
 
     StepBatch (this rank's samples, the whole step's rewards) + columns of other models
         --prepare--> {"logprobs", "advantages", "returns"}  --train--> StepReport
 
-A column is one number for each token of this rank's samples. Columns that the algorithm needs are
-filled by other models before: `reference_logprobs` for a KL penalty, `values` for GAE.
+Other models fill the columns `reference_logprobs` for a KL penalty and `values` for GAE.
 """
 
 from __future__ import annotations
@@ -47,16 +46,12 @@ from megarl.types import MicroBatch, StepBatch, StepReport
 
 
 class PolicyGradient:
-    """Trains the policy with the configured algorithm (PPO, GRPO and others): `prepare` computes
-    the advantages of one step's samples, `train` makes the optimizer steps. All ranks of the policy
-    create it and call these methods together. `temperature`: divisor of the logits with which the
-    engines sampled.
+    """Trains the policy with the configured algorithm (PPO, GRPO and others). Its methods are
+    collective over the policy's ranks.
     """
 
     def __init__(self, policy: Role, algorithm: AlgorithmConfig, *, temperature: float) -> None:
-        """`policy`: the role that is trained. `temperature`: divisor of the logits when the engines
-        sampled the rollouts; the trainer divides by it before it computes log-probs.
-        """
+        """`temperature`: the engines' divisor of the logits; the trainer divides by it too."""
         self.policy, self.algorithm, self.temperature = policy, algorithm, temperature
         self.kl = KLControl(algorithm.kl)
         self.guard = StepGuard(policy, allowed=policy.training.max_skipped_steps)
@@ -64,16 +59,13 @@ class PolicyGradient:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the reference model's log-probs must be given to `prepare` as the column
-        "reference_logprobs", because the KL coefficient is above 0.
-        """
+        """Whether `prepare` needs the column "reference_logprobs"."""
         return self.algorithm.kl.coefficient > 0
 
     @property
     def corrects(self) -> bool:
-        """Whether the loss of each token has a weight that corrects for the mismatch between the
-        trainer's probability of the token and the inference engine's, such as an importance ratio
-        (`algorithm.correction`).
+        """Whether each token's loss has a weight that corrects for the mismatch between trainer and
+        engines.
         """
         return self.algorithm.correction.kind != "none"
 
@@ -83,18 +75,10 @@ class PolicyGradient:
         packed: Sequence[Sequence[MicroBatch]],
         columns: Mapping[str, Column],
     ) -> dict[str, Column]:
-        """The per-token inputs of training on `batch`, as a new dict {name: for each mini-batch a
-        float32 tensor [T] over the tokens of this rank's samples}: those in `columns`, the policy's
-        own "logprobs" where they are needed, "advantages", and with critics "returns". An empty
-        dict if a log-prob or a value is not finite: the batch is then skipped. All ranks of the
-        policy call it together.
-
-        `packed`: for each mini-batch, this rank's packed sequences, as `Role.pack_step` returns
-        them. `columns`: results of other models in the same form, such as "reference_logprobs" and
-        "values".
-
-        Raises `UserError` if more optimizer steps without finite values occur than
-        `training.max_skipped_steps` allows.
+        """The columns to train `batch` with: `columns`, the policy's own "logprobs" where needed,
+        "advantages", and with critics "returns". {} if a log-prob or value is not finite: the batch
+        is then skipped. `packed`: what `Role.pack_step` returned. Raises `UserError` if
+        `training.max_skipped_steps` allows no further skipped step.
         """
         columns = dict(columns)
         if (first := self._first_scored()) < len(packed):
@@ -112,15 +96,10 @@ class PolicyGradient:
         )
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps of the algorithm, {name: number}: the KL coefficient if it is
-        adaptive, else nothing. `restore` takes it.
-        """
+        """What a checkpoint keeps: an adaptive KL coefficient."""
         return {"kl_coefficient": self.kl.coefficient} if self.kl.is_adaptive else {}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Set the KL coefficient to "kl_coefficient" of `state`, a dict that `PolicyGradient.state`
-        returned; where `state` has no such key, the coefficient stays as it is.
-        """
         self.kl.restore(state.get("kl_coefficient", self.kl.coefficient))
 
     def train(
@@ -129,16 +108,9 @@ class PolicyGradient:
         packed: Sequence[Sequence[MicroBatch]],
         columns: Mapping[str, Column],
     ) -> StepReport:
-        """Train the policy on one step's samples, with one optimizer step for each mini-batch and
-        epoch. All ranks of the policy call it together and get the same report, whose `metrics` are
-        {name: number}, such as "loss" and "entropy".
-
-        `packed`: for each mini-batch, this rank's packed sequences, as `Role.pack_step` returns
-        them. `columns`: the dict that `prepare` has returned for `batch`; an empty one means that
-        nothing is trained.
-
-        Raises `UserError` if more optimizer steps without finite values occur than
-        `training.max_skipped_steps` allows, or if a weight is not finite afterwards.
+        """Train on one step's samples, with an optimizer step for each mini-batch and epoch; every
+        rank gets the same report. `columns`: what `prepare` returned; {} trains nothing. Raises
+        `UserError` as `train_mini_batches`.
         """
         packed = packed if columns else ()
         first = self._first_scored()
@@ -152,24 +124,24 @@ class PolicyGradient:
             weights = token_weights(
                 batch, number, self.algorithm.aggregation, self.policy.device, self.algorithm
             )
-            mine = {name: column[number] for name, column in columns.items()}
+            own = {name: column[number] for name, column in columns.items()}
             if number < first:
-                mine.pop("logprobs", None)
-            return lambda micro: self._loss(micro, mine, weights, metrics, at_start=at_start)
+                own.pop("logprobs", None)
+            return lambda micro: self._loss(micro, own, weights, metrics, at_start=at_start)
 
-        taken, rates = train_mini_batches(
+        num_steps, rates = train_mini_batches(
             *(self.policy, packed, loss_of, self.guard, metrics),
             num_mini_batches=len(batch.samples),
         )
-        found = self._report(metrics, num_mini_batches=taken)
+        report = self._report(metrics, num_mini_batches=num_steps)
         epochs = self.policy.training.epochs_per_step
-        found |= computed_tokens(itertools.chain(*packed), self.policy, epochs)
-        found |= rates | scale_metrics(self.policy)
-        return StepReport(step=batch.step, metrics=batch.metrics | found)
+        report |= computed_tokens(itertools.chain(*packed), self.policy, epochs)
+        report |= rates | scale_metrics(self.policy)
+        return StepReport(step=batch.step, metrics=batch.metrics | report)
 
     def _input_problem(self, batch: StepBatch, columns: Mapping[str, Column]) -> str:
-        """Says which log-probs of the batch are not finite on any rank; "" if all are. Looked at
-        before advantages, in which they would spread over the whole step.
+        """Which log-probs of the batch are not finite on some rank, or "". Checked before
+        advantages, in which they would spread.
         """
         for samples in batch.samples:
             self.guard.watch("engines' log-probs", torch.from_numpy(samples.engine_logprobs))
@@ -183,12 +155,10 @@ class PolicyGradient:
         return self.guard.problem()
 
     def _first_scored(self) -> int:
-        """Index of the first mini-batch whose log-probs need a forward pass before the step's first
-        update.
+        """The first mini-batch whose log-probs need a forward pass before the step's first update.
 
-        The first mini-batch is trained with the weights that the step starts with, so its training
-        pass gives these log-probs. It needs a separate pass only if advantages depend on log-probs
-        (KL in the reward), or if it is trained again.
+        The first mini-batch's training pass gives its own, unless advantages depend on them (KL in
+        the reward), or it is trained again.
         """
         kl = self.algorithm.kl
         if self.policy.training.epochs_per_step > 1 and self.algorithm.old_logprobs == "trainer":
@@ -206,8 +176,8 @@ class PolicyGradient:
         *,
         at_start: bool,
     ) -> torch.Tensor:
-        """This micro-batch's term of the mini-batch's loss; adds its values to `metrics`.
-        `at_start`: no update of this step has been made yet.
+        """This micro-batch's term of the mini-batch's loss; adds to `metrics`. `at_start`: the step
+        has made no update yet.
         """
         algorithm = self.algorithm
         logprobs, entropy = self.policy.engine(micro, self.temperature)
@@ -256,29 +226,28 @@ class PolicyGradient:
         return loss
 
     def _report(self, metrics: StepMetrics, *, num_mini_batches: int) -> dict[str, float]:
-        """{name: value} of a step for metrics.jsonl, such as loss, entropy and KL: the values in
-        `metrics`, added up over all ranks. `num_mini_batches`: optimizer steps taken. Also adapts
-        the coefficient of an adaptive KL penalty.
+        """A step's metrics over all ranks, as for metrics.jsonl. Also adapts an adaptive KL
+        coefficient.
         """
         if is_own(self.algorithm.loss):
             metrics.agree(self.policy.mesh.gradient)
         value = metrics.reduce(self.policy.mesh.gradient)
         tokens = max(value["tokens"], 1.0)
-        found = {
+        report = {
             "loss": value["loss"] / max(1, num_mini_batches),
             "entropy": value["entropy"] / tokens,
             "clip_share": value["clipped"] / tokens,
             "tokens/trained": value["tokens"],
         }
-        found |= {name: value[name] / tokens for name in value if name.startswith("own/")}
+        report |= {name: value[name] / tokens for name in value if name.startswith("own/")}
         if self.needs_reference:
-            found["kl"] = value["kl"] / tokens
+            report["kl"] = value["kl"] / tokens
         if self.corrects:
             sums = {name: value[f"correction/{name}"] for name in WEIGHT_SUMS}
             shares = summarise_weights(sums, value["tokens"])
-            found |= {f"correction/{name}": share for name, share in shares.items()}
+            report |= {f"correction/{name}": share for name, share in shares.items()}
         if self.kl.is_adaptive:
-            found["kl_coefficient"] = self.kl.coefficient
+            report["kl_coefficient"] = self.kl.coefficient
             if value["tokens"]:
-                self.kl.update(found["kl"])
-        return found | mismatch_metrics(value)
+                self.kl.update(report["kl"])
+        return report | mismatch_metrics(value)

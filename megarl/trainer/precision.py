@@ -18,16 +18,12 @@ BFLOAT16_CAPABILITY = (8, 0)
 
 
 def has_bfloat16() -> bool:
-    """Whether GPU 0 of this process computes in bfloat16, as NVIDIA GPUs do from Ampere on. Needs a
-    GPU.
-    """
+    """Whether GPU 0 computes in bfloat16."""
     return torch.cuda.get_device_capability(0) >= BFLOAT16_CAPABILITY
 
 
 def automatic_precision(zero_stage: int, device: torch.device) -> tuple[Precision, str]:
-    """(value that `training.precision: auto` stands for, such as "bfloat16"; the reason in words).
-    `zero_stage`: DeepSpeed's, since 16 bit needs 1, 2 or 3. `device`: this rank's.
-    """
+    """(what `training.precision: auto` stands for, the reason in words)."""
     if device.type == "cpu":
         if ONEDNN is not None and torch.cpu._is_amx_tile_supported():
             return "bfloat16x2", "this processor has AMX"
@@ -40,21 +36,16 @@ def automatic_precision(zero_stage: int, device: torch.device) -> tuple[Precisio
 
 
 def resolved(config: AnyConfig, say: Callable[[str], object]) -> AnyConfig:
-    """A copy of `config`, whose `training.precision` must be "auto", with the precision that "auto"
-    stands for on this rank's device. `say` is called with one line of text that names the precision
-    and the reason.
-    """
+    """`config` with the precision for "auto" on this rank's device, which `say` is told."""
     chosen, why = automatic_precision(config.training.zero_stage, local_device())
     say(f"training.precision auto is {chosen}: {why}")
     return replace(config, training=replace(config.training, precision=chosen))
 
 
 def refuse_different(chosen: Sequence[str]) -> None:
-    """Raise `UserError` unless all ranks have the same precision. `chosen`: the precision of each
-    rank by name, in the order of the ranks.
-    """
+    """Raise `UserError` unless all ranks have the same precision; `chosen` is by rank."""
     if len(set(chosen)) > 1:
-        ranks = ", ".join(f"{one} on rank {chosen.index(one)}" for one in sorted(set(chosen)))
+        ranks = ", ".join(f"{name} on rank {chosen.index(name)}" for name in sorted(set(chosen)))
         raise UserError(
             f"training.precision auto is {ranks}, because their processors or GPUs differ; set"
             " training.precision to one of them"
@@ -62,9 +53,7 @@ def refuse_different(chosen: Sequence[str]) -> None:
 
 
 def slow_line(precision: str) -> str:
-    """A warning of one line, without a newline, if training in `precision`, such as "bfloat16", is
-    no faster than float32 on this machine's processor; "" if it is faster.
-    """
+    """A warning of one line if `precision` is no faster than float32 on this processor; else ""."""
     if precision == "bfloat16x2" and not torch.cpu._is_amx_tile_supported():
         return (
             "training.precision bfloat16x2 is slower than float32 here: this processor has no AMX;"
@@ -84,9 +73,8 @@ def slow_line(precision: str) -> str:
 
 
 def check_precision(training: TrainingConfig, device: torch.device) -> None:
-    """Raise `ValueError`, with what to set, if `training.precision` cannot be used on `device`:
-    bfloat16 on a GPU older than Ampere; or bfloat16x2 (float32 whose matrix products are sums of
-    bfloat16 products) on a GPU or on a processor without AVX-512.
+    """Raise `ValueError`, with what to set, if `training.precision` cannot be used on `device`.
+    bfloat16x2 is float32 whose matrix products are sums of bfloat16 products.
     """
     name = torch.cuda.get_device_name(0) if device.type == "cuda" else ""
     require(

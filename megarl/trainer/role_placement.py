@@ -1,7 +1,5 @@
-"""Which ranks of a job each model of a run (policy, reference, critic, ...) has, and its layout
-there, from the recipe alone.
-
-recipe, number of ranks --role_places--> {"policy": RolePlace, "critic": RolePlace, ...}
+"""Which ranks each model of a run (policy, reference, critic, ...) has, and its layout there, from
+the recipe alone.
 """
 
 from __future__ import annotations
@@ -23,19 +21,16 @@ from megarl.settings.training import (
 
 @dataclass(frozen=True)
 class RolePlace:
-    """Where one model of a run (policy, reference, critic, ...) is: `ranks`, the ranks of the job
-    that it uses, and `layout`, its degrees of data, sequence and tensor parallelism there.
-    """
+    """Where one model of a run is."""
 
     ranks: tuple[int, ...]
-    """Ranks of the job, in the order of the layout: rank i of the layout is `ranks[i]`."""
+    """Rank i of the layout is rank `ranks[i]` of the job."""
     layout: Layout
 
 
 def policy_ranks(config: RunConfig, num_ranks: int) -> tuple[int, ...]:
-    """The ranks of a job of `num_ranks` ranks that the policy uses: those that no other model has
-    for itself in the recipe (`reference.ranks` and the like). Raises `ValueError` if another model
-    has rank 0, which controls the engines.
+    """The policy's ranks: those that no other model has for itself. Raises `ValueError` if one has
+    rank 0, which controls the engines.
     """
     for name, role in config.other_roles.items():
         require(
@@ -53,10 +48,8 @@ def policy_ranks(config: RunConfig, num_ranks: int) -> tuple[int, ...]:
 
 
 def place_role(name: str, role: RoleConfig, *, policy: RolePlace, num_ranks: int) -> RolePlace:
-    """Ranks and layout of a model other than the policy. `name`: the model's section of the recipe,
-    for messages. `role`: the settings in that section; with empty `ranks` the model is on the
-    policy's ranks. `num_ranks`: ranks of the job. Raises `ValueError` if the layout does not fit
-    the ranks, or if ranks in `role.ranks` are also used by the policy.
+    """Where the model of section `name` is; without `role.ranks` on the policy's. Raises
+    `ValueError` if the layout does not fit the ranks, or some are the policy's too.
     """
     shared = set(role.ranks) & set(policy.ranks)
     require(
@@ -78,12 +71,11 @@ def place_role(name: str, role: RoleConfig, *, policy: RolePlace, num_ranks: int
 
 
 def role_places(config: RunConfig, num_ranks: int) -> dict[str, RolePlace]:
-    """{name: ranks and layout} of all models of a job of `num_ranks` ranks: "policy" first, then
-    the others, such as "reference" and "critic". Raises `ValueError` where ranks and layouts do not
+    """Where each model is, "policy" first. Raises `ValueError` where ranks and layouts do not
     fit.
     """
-    mine = policy_ranks(config, num_ranks)
-    policy = RolePlace(mine, resolve(**dict(config.training.layout), num_ranks=len(mine)))
+    ranks = policy_ranks(config, num_ranks)
+    policy = RolePlace(ranks, resolve(**dict(config.training.layout), num_ranks=len(ranks)))
     others = {
         name: place_role(name, role, policy=policy, num_ranks=num_ranks)
         for name, role in config.other_roles.items()
@@ -92,9 +84,8 @@ def role_places(config: RunConfig, num_ranks: int) -> dict[str, RolePlace]:
 
 
 def role_training(config: RunConfig, name: str) -> TrainingConfig:
-    """The section `training` of the recipe as it holds for the model of section `name`, such as
-    "critic", as a new object: with that model's ZeRO stage, for a critic with its own optimizer and
-    schedule, and with LoRA only for a reference that has an adapter.
+    """The section `training` for the model of section `name`: with its own ZeRO stage, a critic's
+    optimizer and schedule, and LoRA only for a reference with an adapter.
     """
     role, training = config.other_roles[name], config.training
     if name != "reference" or not reference_adapter(config):
@@ -110,17 +101,16 @@ def role_training(config: RunConfig, name: str) -> TrainingConfig:
 
 
 def policy_as_reference(config: RunConfig) -> bool:
-    """Whether the reference of the KL penalty is the policy itself, with its LoRA adapters turned
-    off or set back to those that it started from, so that no second model is loaded. This is so
-    with LoRA if the recipe's section `reference` sets nothing but `lora`.
+    """Whether the reference is the policy with its LoRA adapters off or as at the start: with LoRA,
+    if the section `reference` sets nothing but `lora`.
     """
     alone = replace(config.reference, lora="start") == ReferenceRoleConfig()
     return config.training.lora.is_on and alone
 
 
 def reference_adapter(config: AnyConfig) -> str | None:
-    """Folder of the LoRA adapter that the reference model computes with; "" if it computes without
-    one. None if the reference has a `model.path` of its own, or if the run has no reference.
+    """Folder of the reference's LoRA adapter; "" if it has none. None if the run has no reference,
+    or one with its own `model.path`.
     """
     if isinstance(config, RunConfig):
         compares, reference = "reference" in config.other_roles, config.reference

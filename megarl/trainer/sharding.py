@@ -1,8 +1,5 @@
 """Automatic tensor parallelism: the model's own `tp_plan` says which layers are cut, and how.
 
-    model (whole, on every rank)  ->  the same model with this rank's parts, and {parameter name:
-    Shard}
-
 Embedding and head are cut by words, whatever the plan says of them: our head never gathers logits.
 To support another style of the plan, add an entry to `STYLES`.
 """
@@ -41,12 +38,12 @@ class _Work:
     kv_heads: int
     shards: dict[str, Shard] = field(default_factory=dict)
     owners: dict[str, nn.Module] = field(default_factory=dict)
-    """{name: module} of the parent modules of column-parallel layers. The gradient of a parent's
-    input is summed over the tensor-parallel ranks."""
+    """{name: parent module of column-parallel layers}. The gradient of its input is summed over the
+    tensor-parallel ranks."""
 
     def cut(self, name: str, whole: torch.Tensor, dim: int) -> nn.Parameter:
-        """This rank's shard of the parameter `whole`, called `name`, split evenly along dimension
-        `dim` over the tensor-parallel ranks; notes in the dict `shards` how it is split.
+        """This rank's shard of the parameter `name`, split evenly along `dim`; noted in
+        `shards`.
         """
         self.shards[name] = Shard.even(dim, whole.shape[dim], self.axis.size)
         return parameter(self.shards[name].take(whole.detach(), self.axis.rank), whole)
@@ -92,7 +89,7 @@ STYLES: dict[str, Callable[[_Work, str, Any, nn.Module], nn.Module]] = {
 
 
 WORD_STYLES = ("embedding_rowwise", "colwise_gather_output")
-"""Styles that transformers' tensor-parallel plans use for the embedding and the output head."""
+"""Styles of the embedding and the output head."""
 
 LINEAR_STYLES = ("colwise", "rowwise")
 
@@ -100,23 +97,20 @@ SCALED_EMBEDDINGS = (
     *("GemmaTextScaledWordEmbedding", "Gemma2TextScaledWordEmbedding"),
     "Gemma3TextScaledWordEmbedding",
 )
-"""Classes of transformers that multiply a plain embedding by their `scalar_embed_scale`, and do
-nothing else."""
+"""Classes that multiply a plain embedding by `scalar_embed_scale`."""
 
 
 def pattern(name: str) -> str:
-    """A module's name in the form of transformers' tensor-parallel plans, with `*` for layer
-    numbers: "layers.3.mlp.up_proj" becomes "layers.*.mlp.up_proj".
+    """A module's name as in tensor-parallel plans: "layers.3.mlp.up_proj" becomes
+    "layers.*.mlp.up_proj".
     """
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def shard_model(model: PreTrainedModel, axis: Axis) -> dict[str, Shard]:
-    """Split `model`, a whole model on any device, the meta device too, over the tensor-parallel
-    ranks of `axis`, in place: layers become those of `megarl.parallel.tensor`, each with this
-    rank's part. Nothing is communicated. Returns {parameter name: the split dimension and the index
-    at which each rank's part begins} for the parameters that are split; {} for one rank. Raises
-    `ValueError`, with the setting to change, if the model cannot be split.
+    """Split `model`, on any device, over the tensor-parallel ranks of `axis`, in place, without
+    communication. Returns {parameter name: how it is split}. Raises `ValueError`, with the setting
+    to change, if it cannot be split.
     """
     if axis.size == 1:
         return {}
@@ -141,8 +135,8 @@ def shard_model(model: PreTrainedModel, axis: Axis) -> dict[str, Shard]:
 
 
 def _refuse_other(name: str, layer: nn.Module | None, wanted: type[nn.Module]) -> None:
-    """Raise `ValueError` if the layer called `name` is not exactly of class `wanted`, such as
-    `nn.Linear`: tensor parallelism replaces it, and a subclass may compute something else.
+    """Raise `ValueError` unless the layer is exactly of class `wanted`: a subclass may compute
+    something else.
     """
     if type(layer) is not wanted:
         raise ValueError(
@@ -152,10 +146,8 @@ def _refuse_other(name: str, layer: nn.Module | None, wanted: type[nn.Module]) -
 
 
 def _refuse_forgotten(work: _Work, plan: Mapping[str, str]) -> None:
-    """Raise `ValueError` if a module has layers that are split over the tensor-parallel ranks, and
-    beside them a parameter of which `plan`, the model's `tp_plan` {name with * for numbers: style},
-    says nothing: the gradients of that parameter and of its input would be wrong. `work`: the
-    modules and parameters that were split.
+    """Raise `ValueError` if a module has, beside layers that are split, a parameter that is not in
+    `plan`: gradients would be wrong.
     """
     for owner, parent in work.owners.items():
         for path, layer in parent.named_modules():
@@ -163,7 +155,7 @@ def _refuse_forgotten(work: _Work, plan: Mapping[str, str]) -> None:
                 continue
             name = f"{owner}.{path}" if path else owner
             owned = [name for name, _ in layer.named_parameters(recurse=False)]
-            owned = [one for one in owned if f"{name}.{one}" not in work.shards]
+            owned = [own for own in owned if f"{name}.{own}" not in work.shards]
             if owned and pattern(name) not in plan:
                 raise ValueError(
                     f"the model's tp_plan cuts layers of {owner}, but does not say what becomes of"
@@ -172,9 +164,7 @@ def _refuse_forgotten(work: _Work, plan: Mapping[str, str]) -> None:
 
 
 def _cut_words(model: PreTrainedModel, work: _Work) -> None:
-    """Split the embedding and the output head of `model` over the tensor-parallel ranks, in place,
-    along the vocabulary. Tied weights stay one parameter. `work` notes what was split.
-    """
+    """Split embedding and output head, in place, along the vocabulary. Tied weights stay tied."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     scale = 1.0
     if type(embedding).__name__ in SCALED_EMBEDDINGS:
@@ -198,9 +188,8 @@ def _name(model: nn.Module, wanted: nn.Module | None) -> str:
 
 
 def head_shard(model: PreTrainedModel, shards: Mapping[str, Shard]) -> Shard | None:
-    """How the rows of the output head (one row for each token id) are divided over the
-    tensor-parallel ranks; None if every rank has all rows. A head with tied weights is divided as
-    the embedding. `shards`: what `shard_model` returned for `model`.
+    """How the rows of the output head are divided, if they are. Tied weights are divided as the
+    embedding.
     """
     names = (
         _name(model, model.get_output_embeddings()),
@@ -210,17 +199,14 @@ def head_shard(model: PreTrainedModel, shards: Mapping[str, Shard]) -> Shard | N
 
 
 def kv_heads(config: transformers.PretrainedConfig) -> int:
-    """Number of key-value heads of a model; the number of query heads if its configuration does not
-    say.
-    """
+    """Key-value heads of a model; by default as many as query heads."""
     text = config.get_text_config()
     return getattr(text, "num_key_value_heads", None) or text.num_attention_heads
 
 
 def refuse_tensor(config: transformers.PretrainedConfig, tensor: int) -> None:
-    """Raise `ValueError`, with the setting to change, if a model with this transformers
-    configuration cannot be split over `tensor` tensor-parallel ranks: it has no tensor-parallel
-    plan or an unknown one, or a size is not divisible.
+    """Raise `ValueError`, with the setting to change, if a model cannot be split over `tensor`
+    ranks: its tensor-parallel plan is missing or unknown, or a size is not divisible.
     """
     if tensor == 1:
         return

@@ -1,11 +1,7 @@
-"""One optimizer step of a model, the metrics that its micro-batches add up, and steps without a
-token to train on (`EmptySteps`).
+"""One optimizer step of a model, its metrics, and steps without a token to train on (`EmptySteps`).
 
-    optimizer_step(role, micro_batches, loss, guard, metrics)
-
-The loss of a micro-batch is a sum over its tokens of `weight x term`. The weights come from counts
-over the whole mini-batch and all ranks, so neither micro-batches nor layout change loss or
-gradients.
+A micro-batch's loss is a sum over its tokens of `weight x term`. The weights come from counts over
+the whole mini-batch and all ranks, so neither micro-batches nor layout change loss or gradients.
 """
 
 from __future__ import annotations
@@ -29,11 +25,11 @@ from megarl.trainer.role import Role
 from megarl.types import MicroBatch, StepBatch
 
 GAPS = ("count", "sum_abs", "sum_k1", "sum_k3", "sum_outside")
-"""Sums returned by `megarl.objectives.corrections.mismatch` that are reported as metrics."""
+"""Sums of `mismatch` that are reported as metrics."""
 
 MicroBatchLoss = Callable[[MicroBatch], torch.Tensor]
-"""Function of a micro-batch -> scalar tensor: this rank's part of the mini-batch's loss, which is
-the sum over micro-batches and ranks. It may add numbers to the step's metrics."""
+"""Micro-batch -> scalar, this rank's part of a sum over micro-batches and ranks. It may add to the
+step's metrics."""
 
 
 def train_mini_batches(
@@ -45,25 +41,21 @@ def train_mini_batches(
     *,
     num_mini_batches: int,
 ) -> tuple[int, dict[str, float]]:
-    """Train `role` on one step's samples, with one optimizer step for each mini-batch and epoch.
-    All ranks of the role's mesh call it together. Returns (optimizer steps taken, their metrics
-    {"grad_norm": mean before clipping, "learning_rate", "skipped_steps": number}).
+    """Take an optimizer step for each mini-batch and epoch. Returns (their number, {"grad_norm":
+    mean before clipping, "learning_rate", "skipped_steps"}). Collective.
 
-    `packed`: for each mini-batch, this rank's packed sequences; empty where the whole step is
-    skipped. `loss_of`: called before each optimizer step with the mini-batch's index and whether
-    the optimizer step is the first one on these samples; returns the loss as a function of a packed
-    sequence. `num_mini_batches`: number of mini-batches of the step, also where it is skipped.
-    Raises `UserError` if `guard` allows no further skipped step, or if a weight is not finite
-    afterwards.
+    `packed`: for each mini-batch, this rank's packed sequences; empty where the step is skipped.
+    `loss_of(mini-batch, is first optimizer step)` returns the loss. Raises `UserError` if `guard`
+    allows no further skipped step, or a weight is not finite afterwards.
     """
     norms, rate = [], role.engine.next_rate()
     epochs = role.training.epochs_per_step
     for epoch, (number, micro_batches) in itertools.product(range(epochs), enumerate(packed)):
         loss = loss_of(number, epoch == number == 0)
-        taken = optimizer_step(role, micro_batches, loss, guard, metrics)
-        if taken is not None:
-            norms.append(taken[0])
-            rate = taken[1]
+        result = optimizer_step(role, micro_batches, loss, guard, metrics)
+        if result is not None:
+            norms.append(result[0])
+            rate = result[1]
     guard.check_weights()
     return len(norms), {
         "grad_norm": sum(norms) / max(1, len(norms)),
@@ -79,14 +71,12 @@ def optimizer_step(
     guard: StepGuard,
     metrics: StepMetrics,
 ) -> tuple[float, float] | None:
-    """Run forward and backward pass of all micro-batches of a mini-batch, and take one optimizer
-    step. Returns (gradient norm before clipping, learning rate). All ranks of the role's mesh call
-    it together, with the same number of micro-batches.
+    """Take an optimizer step on all micro-batches, as many on every rank. Returns (gradient norm
+    before clipping, learning rate). Collective.
 
-    If loss, gradients or what `guard` watches besides are not finite on any rank, the step is not
-    taken, neither weights nor optimizer state nor `metrics` change, and None is returned;
-    `UserError` is raised if `guard` allows no further skipped step. In float16, gradients that are
-    not finite halve the loss scale, and the step is computed again, down to the smallest scale.
+    If loss, gradients or a watched value is not finite, weights, optimizer state and `metrics`
+    stay; it returns None, or raises `UserError` if `guard` allows no further skipped step. In
+    float16 the step is first computed again with smaller loss scales.
     """
     before, scale = metrics.mark(), role.engine.loss_scale
     begun_at = scale.value if scale else 1.0
@@ -117,35 +107,28 @@ def optimizer_step(
 def _accumulate(
     role: Role, micro_batches: Sequence[MicroBatch], loss: MicroBatchLoss, guard: StepGuard
 ) -> str:
-    """Run forward and backward pass of all micro-batches, which adds up their gradients. Returns ""
-    or, if a loss or another value that `guard` watches is not finite, a description of it.
-    """
+    """Add up the gradients of all micro-batches. Returns what is not finite, or ""."""
     problem, last = "", len(micro_batches) - 1
     for index, micro in enumerate(micro_batches):
         with _part("forward pass", role, "train"):
-            found = loss(micro)
-        guard.watch("loss", found)
+            value = loss(micro)
+        guard.watch("loss", value)
         if index == last and (problem := guard.problem()):
             # Under ZeRO, DeepSpeed skips a step by its gradients: they must not be finite either.
-            found = found * math.nan
+            value = value * math.nan
         with _part("backward pass", role, "train"):
-            role.engine.backward(found, last=index == last)
+            role.engine.backward(value, last=index == last)
     return problem
 
 
 def scale_metrics(role: Role) -> dict[str, float]:
-    """For a model in float16 {"loss_scale": the scale of the next optimizer step, "overflows": how
-    often an optimizer step was computed again with a smaller scale since the last call}; {} in
-    other precisions.
-    """
+    """See `LossScale.metrics`; {} in other precisions than float16."""
     scale = role.engine.loss_scale
     return scale.metrics() if scale else {}
 
 
 def _part(what: str, role: Role, kind: Kind) -> Span:
-    """A context manager that records a part of a step. DeepSpeed's collectives are inside, with
-    the deadline of the ranks that they wait for.
-    """
+    """A span, with the deadline of DeepSpeed's collectives inside."""
     axis = role.mesh.gradient
     deadline_s = axis.timeout_s if axis.size > 1 else 0.0
     of = axis.ranks if axis.size > 1 else ()
@@ -154,10 +137,8 @@ def _part(what: str, role: Role, kind: Kind) -> Span:
 
 
 class StepMetrics:
-    """Sums and maxima for the metrics of one step: `add` and `maximum` collect numbers of this
-    rank's micro-batches, `reduce` combines those of all ranks. `sums` and `maxima`: the names,
-    which every rank must give alike, also a rank that has no tokens. All start at 0, in float64 on
-    `device`.
+    """Sums and maxima over a step's micro-batches, in float64, which start at 0. Every rank must
+    give the same names, also one without tokens.
     """
 
     def __init__(
@@ -167,63 +148,47 @@ class StepMetrics:
         self._maxima = dict.fromkeys(maxima, torch.zeros((), dtype=torch.float64, device=device))
 
     def add(self, **values: torch.Tensor | float) -> None:
-        """Add each value, a number or a scalar tensor without gradient, to the sum of the same
-        name.
-        """
+        """Add to sums: numbers, or scalar tensors without gradient."""
         for name, value in values.items():
             self._sums[name] = self._sums[name] + value
 
     def add_own(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Add what a loss of the user's own reports, {name: [T] values of tokens}, to the sums
-        "own/NAME", which exist from then on.
-        """
+        """Add what a user's loss reports, {name: [T]}, to new sums "own/NAME"."""
         for name, value in values.items():
             so_far = self._sums.get(f"own/{name}", 0.0)
             self._sums[f"own/{name}"] = value.detach().double().sum() + so_far
 
     def agree(self, axis: Axis) -> None:
-        """Give all ranks of `axis`, which call it together, the sums of each: a rank without tokens
-        lacks those of `add_own`, and starts them at 0.
-        """
-        names = sorted({name for one in gather_objects([*self._sums], axis) for name in one})
+        """Give all ranks of `axis` the sums that some lack, from `add_own`. Collective."""
+        names = sorted({name for own in gather_objects([*self._sums], axis) for name in own})
         zero = torch.zeros_like(next(iter(self._sums.values())))
         self._sums = {name: self._sums.get(name, zero) for name in names}
 
     def maximum(self, name: str, value: torch.Tensor) -> None:
-        """Set the maximum `name` to `value`, a scalar tensor, if that is larger; maxima start at
-        0.
-        """
         self._maxima[name] = torch.maximum(self._maxima[name], value.double())
 
     def mark(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """A copy of the present sums and maxima, to which `rewind` can return."""
+        """The present values, for `rewind`."""
         return dict(self._sums), dict(self._maxima)
 
     def rewind(self, mark: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]) -> None:
-        """Set sums and maxima back to what `StepMetrics.mark` returned, for example after an
-        optimizer step that was not taken.
-        """
         self._sums, self._maxima = dict(mark[0]), dict(mark[1])
 
     def reduce(self, axis: Axis) -> dict[str, float]:
-        """{name: value} of all sums, added up over the ranks of `axis`, and all maxima, the largest
-        of these ranks. The ranks of `axis` call it together; each gets the same values.
-        """
-        found = {}
+        """{name: sum or maximum over the ranks of `axis`}. Collective."""
+        reduced = {}
         for values, over_ranks in ((self._sums, all_reduce), (self._maxima, all_reduce_max)):
             if values:
-                reduced = over_ranks(torch.stack(list(values.values())), axis)
-                found |= dict(zip(values, reduced.tolist(), strict=True))
-        return found
+                totals = over_ranks(torch.stack(list(values.values())), axis)
+                reduced |= dict(zip(values, totals.tolist(), strict=True))
+        return reduced
 
 
 def computed_tokens(
     micro_batches: Iterable[MicroBatch], role: Role, epochs: int = 1
 ) -> dict[str, float]:
-    """Metrics over all ranks of a step: {"tokens/computed": tokens of its packed sequences, padding
-    included, "tokens/shared_saved": tokens that were not computed, because prefixes that samples
-    have in common are computed once}. `micro_batches`: this rank's, each trained on `epochs` times.
-    All ranks of `role` call it together and get the same numbers.
+    """{"tokens/computed": with padding, "tokens/shared_saved": by common prefixes}, over all ranks
+    and `epochs`. Collective.
     """
     metrics = StepMetrics(role.device, ("computed", "saved"))
     for micro in micro_batches:
@@ -245,21 +210,19 @@ def token_weights(
     device: torch.device,
     algorithm: AlgorithmConfig | None = None,
 ) -> torch.Tensor:
-    """[N] float32 on `device`: for each of the N samples of a step, over all ranks, the factor of
-    its tokens' terms in the loss of mini-batch `number`; 0 for samples of other mini-batches.
-    `aggregation`: how the loss is averaged, "token", "sequence" or "constant"; `algorithm`:
-    settings that some aggregations need, by default their defaults.
+    """[N] float32: for each sample of a step, over all ranks, the factor of its tokens' terms in
+    the loss of mini-batch `number`; 0 for samples of others.
     """
-    mine = torch.tensor(batch.mini_batch_of) == number
+    is_member = torch.tensor(batch.mini_batch_of) == number
     weights = torch.zeros(len(batch.rewards), dtype=torch.float64)
-    tokens = torch.tensor(batch.response_tokens)[mine]
-    weights[mine] = AGGREGATIONS[aggregation](tokens, algorithm or AlgorithmConfig())
+    tokens = torch.tensor(batch.response_tokens)[is_member]
+    weights[is_member] = AGGREGATIONS[aggregation](tokens, algorithm or AlgorithmConfig())
     return weights.float().to(device)
 
 
 def add_mismatch(metrics: StepMetrics, logprobs: torch.Tensor, engines: torch.Tensor) -> None:
-    """Add the differences between the trainer's and the engines' log-probs of M sampled tokens, [M]
-    each and without gradient, to the sums of `metrics` from which `mismatch_metrics` is made.
+    """Add the differences between trainer's and engines' log-probs, [M] each and without
+    gradient.
     """
     gap = mismatch(logprobs, engines)
     metrics.maximum("max_abs", gap["max_abs"])
@@ -267,12 +230,10 @@ def add_mismatch(metrics: StepMetrics, logprobs: torch.Tensor, engines: torch.Te
 
 
 def mismatch_metrics(value: Mapping[str, float]) -> dict[str, float]:
-    """How far the inference engine's log-probs of the sampled tokens are from the trainer's, as
-    metrics of a step, {name: number}: "mismatch/mean_abs" and "mismatch/max_abs" of the absolute
-    difference, in nats; "mismatch/k1" and "mismatch/k3", two estimates of KL(engine || trainer) per
-    token; and "mismatch/outside_share", the fraction of tokens whose probability ratio is not in
-    [0.8, 1.25]. `value`: over the tokens of all ranks, the sums that `add_mismatch` has collected
-    ("mismatch/count", "mismatch/sum_abs" and so on) and "max_abs", the largest absolute difference.
+    """How far the engines' log-probs are from the trainer's: "mismatch/mean_abs" and
+    "mismatch/max_abs" in nats; "mismatch/k1" and "mismatch/k3", estimates of KL(engine || trainer)
+    per token; and "mismatch/outside_share" of tokens whose probability ratio is not in [0.8, 1.25].
+    `value`: what `add_mismatch` has collected, over all ranks.
     """
     sums = {name: torch.tensor(value[f"mismatch/{name}"]) for name in GAPS}
     gap = summarise(sums | {"max_abs": torch.tensor(value["max_abs"])})
@@ -280,24 +241,17 @@ def mismatch_metrics(value: Mapping[str, float]) -> dict[str, float]:
 
 
 class EmptySteps:
-    """Counts the steps in a row that have no samples, because every group (all responses to one
-    prompt) was rejected, usually for equal rewards. A run that has `allowed` such steps in a row,
-    or whose weights have never changed at its end, is ended by `UserError`. `count` is called
-    before each step, `end` after the last. Every rank of the policy has its own and decides alike.
+    """Ends a run after `allowed` steps in a row without samples, because every group was rejected,
+    usually for equal rewards; or if its weights have never changed. Every rank decides alike.
     """
 
     def __init__(self, guard: StepGuard, allowed: int) -> None:
-        """`guard`: the policy's, which knows whether an optimizer step was ever taken. `allowed`:
-        the number of such steps in a row that ends the run (`training.max_empty_steps`).
-        """
         self.guard, self.allowed, self.in_a_row = guard, allowed, 0
 
     def count(self, step: int, num_samples: int, metrics: Mapping[str, float]) -> None:
-        """Count a step before it is trained. `step`: its number from 0. `num_samples`: samples of
-        the step over all ranks. `metrics`: those of the step's rollouts; "accuracy" is read, and
-        for the message "groups/drawn" (number of groups sampled) and "length/truncated_share".
-        Raises `UserError` at the `allowed`-th step in a row without samples; once the weights have
-        been updated, an accuracy of 0.5 or more sets the count back to 0.
+        """Count a step before it is trained. `num_samples`: over all ranks. `metrics`: of its
+        rollouts. Raises `UserError` at the `allowed`-th empty step in a row; after an update, an
+        accuracy of 0.5 or more sets the count to 0.
         """
         # A policy that has learnt to be right has nothing left to learn, which is no failure.
         may_be_done = self.guard.has_updated and metrics.get("accuracy", 0.0) >= 0.5
@@ -309,9 +263,8 @@ class EmptySteps:
             )
 
     def end(self, step: int, num_samples: int, metrics: Mapping[str, float]) -> None:
-        """Raise `UserError` if no step of the run has changed the weights. Called after the last
-        step, before its checkpoint, with that step's number from 0, its samples over all ranks, and
-        the metrics of its rollouts.
+        """Raise `UserError` if no step has changed the weights. Call it before the last step's
+        checkpoint, with that step's arguments of `count`.
         """
         if self.guard.has_updated:
             return
@@ -327,13 +280,12 @@ class EmptySteps:
 
 
 def _equal_rewards(metrics: Mapping[str, float]) -> str:
-    """Why a step was empty, and what to set."""
     if metrics.get("reward/responses") == 0:
         return "since no response of this step has a verdict; mend the verifier"
-    found = {"groups/drawn": 0, "accuracy": 0, "length/truncated_share": 0} | dict(metrics)
+    values = {"groups/drawn": 0, "accuracy": 0, "length/truncated_share": 0} | dict(metrics)
     return (
-        f"since the rewards of every group were equal (in this step {found['groups/drawn']:.0f}"
-        f" groups, accuracy {found['accuracy']:.4g}, {found['length/truncated_share']:.0%} cut"
+        f"since the rewards of every group were equal (in this step {values['groups/drawn']:.0f}"
+        f" groups, accuracy {values['accuracy']:.4g}, {values['length/truncated_share']:.0%} cut"
         " off); set prompts that are neither too hard nor too easy, a verifier that tells responses"
         " apart, a larger rollout.group_size or rollout.max_new_tokens, or a rollout.filter that"
         " keeps groups"

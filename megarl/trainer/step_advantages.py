@@ -41,16 +41,10 @@ def step_advantages(
     data: Axis,
     device: torch.device,
 ) -> dict[str, Column]:
-    """The advantages of a step: {"advantages": column}, where a column is for each mini-batch a
-    float32 tensor [T] over the tokens of this rank's samples. For each column "values" or
-    "values.NAME" of a critic in `columns` there is also "returns" or "returns.NAME", which that
-    critic learns to predict. All ranks of the policy call it together; `data` is the policy's
-    data-parallel axis.
-
-    `columns`: per-token results for `batch`; "logprobs" and "reference_logprobs" are needed for a
-    KL penalty in the reward, which is subtracted from the rewards with the factor `kl_coefficient`.
-    What an advantage function of the user's own reports is added to `batch.metrics`. Raises
-    `ValueError` for rewards that are not finite.
+    """The columns "advantages" and, for each "values..." in `columns`, "returns..." for that critic
+    to learn. A KL penalty in the reward needs "logprobs" and "reference_logprobs". What the user's
+    own function reports is added to `batch.metrics`. Raises `ValueError` for rewards that are not
+    finite. Collective over the policy's ranks.
     """
     masks = [torch.from_numpy(samples.mask).to(device) for samples in batch.samples]
     ids = [
@@ -66,29 +60,29 @@ def step_advantages(
     if kl_coefficient > 0 and kl.where == "reward":
         charges = torch.zeros_like(totals)
         pairs = zip(columns["logprobs"], columns["reference_logprobs"], strict=True)
-        for number, (mine, theirs) in enumerate(pairs):
-            per_token = KL_ESTIMATORS[kl.estimator](mine, theirs).double() * masks[number]
+        for number, (logprobs, reference) in enumerate(pairs):
+            per_token = KL_ESTIMATORS[kl.estimator](logprobs, reference).double() * masks[number]
             rewards[number] = rewards[number] - kl_coefficient * per_token
             chosen = masks[number]
             charges.index_add_(0, ids[number][chosen], per_token[chosen])
         totals -= kl_coefficient * all_reduce(charges, data)
-    given = totals.cpu(), torch.tensor(batch.groups), torch.tensor(batch.response_tokens)
-    check_rewards(*given)
+    outcomes = totals.cpu(), torch.tensor(batch.groups), torch.tensor(batch.response_tokens)
+    check_rewards(*outcomes)
     every = ADVANTAGES | TOKEN_ADVANTAGES
     function = function_of(algorithm.advantage, every, "algorithm.advantage")
     if algorithm.credit == "turn":
-        groups = given[1].to(device)
+        groups = outcomes[1].to(device)
         starts = [torch.from_numpy(samples.branches[:, 0]).to(device) for samples in batch.samples]
         turns = [turn_of_tokens(*columns) for columns in zip(masks, ids, starts, strict=True)]
         return {
             "advantages": _of_turns(function, rewards, masks, ids, turns, groups, algorithm, data)
         }
     if not is_per_token(function):
-        per_sample = function(*given).float().to(device)
+        per_sample = function(*outcomes).float().to(device)
         return {"advantages": [per_sample[index] for index in ids]}
     empty = torch.zeros(0, dtype=torch.float64, device=device)
     values = {
-        name.removeprefix("values"): torch.cat([empty, *(part.double() for part in column)])
+        name.removeprefix("values"): torch.cat([empty, *(values.double() for values in column)])
         for name, column in columns.items()
         if name.startswith("values")
     }
@@ -98,14 +92,14 @@ def step_advantages(
         sample_ids=torch.cat([empty.long(), *ids]),
         sum_over_ranks=lambda tensor: all_reduce(tensor, data),
         values=values.get(""),
-        critics={name[1:]: found for name, found in values.items() if name},
+        critics={name[1:]: critic_values for name, critic_values in values.items() if name},
     )
     # Before the advantage, which may be the user's own and change its arguments.
-    found = {"returns" + name: value_targets(step, one, algorithm) for name, one in values.items()}
-    found["advantages"] = function(step, algorithm)
+    results = {"returns" + name: value_targets(step, v, algorithm) for name, v in values.items()}
+    results["advantages"] = function(step, algorithm)
     batch.metrics.update({f"own/{name}": float(value) for name, value in step.metrics.items()})
     lengths = [len(mask) for mask in masks]
-    return {name: list(column.float().split(lengths)) for name, column in found.items()}
+    return {name: list(column.float().split(lengths)) for name, column in results.items()}
 
 
 def _of_turns(
@@ -129,8 +123,8 @@ def _of_turns(
         sums[0] += turn_sums(reward, mask, of, turn, shape)
         sums[1] += turn_sums(torch.ones_like(reward), mask, of, turn, shape)
     sums = all_reduce(sums, data).cpu()
-    found = turn_advantages(
+    advantages = turn_advantages(
         function, sums[0], sums[1].long(), groups.cpu(), discount=algorithm.turn_discount
     )
-    found = found.float().to(groups.device)
-    return [found[of, turn] for of, turn in zip(ids, turns, strict=True)]
+    advantages = advantages.float().to(groups.device)
+    return [advantages[of, turn] for of, turn in zip(ids, turns, strict=True)]

@@ -1,13 +1,9 @@
 """The teacher of distillation: a frozen model whose next-token distributions the policy learns.
 
-A distribution over the whole vocabulary is the product of a hidden state and the output head. So
-the teacher computes hidden states only, on whatever ranks it is, and each rank of the policy has
-the rows of the teacher's output head that belong to its own shard of the vocabulary. Logits are
-made of both, chunk by chunk, in `megarl.kernels.divergence`.
-
-On the policy's ranks and layout the states of a micro-batch are computed when it is trained on, and
-nothing is kept. Elsewhere the states of the whole step are computed first and sent to the policy's
-ranks, rank to rank: [T, G] numbers of the model's dtype for the T tokens of a data rank's samples.
+The teacher computes hidden states only, and each rank of the policy has the rows of the teacher's
+head for its own shard of the vocabulary; `megarl.kernels.divergence` makes logits of both, chunk by
+chunk. On the policy's ranks and layout a micro-batch's states are computed when it is trained on;
+elsewhere the whole step's are computed first and sent.
 """
 
 from __future__ import annotations
@@ -29,10 +25,8 @@ from megarl.types import MicroBatch, StepBatch
 
 
 class Teacher:
-    """The frozen teacher of distillation: gives the policy's ranks the teacher's next-token
-    distributions. For each step, `read` gets the samples, `soft_targets` is called for each
-    micro-batch that is trained on, and `forget` frees the memory. All ranks of the job create a
-    `Teacher` and call `read` together.
+    """The frozen teacher: in each step `read`, then `soft_targets` for each micro-batch, then
+    `forget`. Collective over all ranks of the job.
     """
 
     def __init__(
@@ -44,41 +38,33 @@ class Teacher:
         *,
         precision: str,
     ) -> None:
-        """`transfer` moves samples to the teacher's ranks and hidden states back; `transfer.role`
-        is the teacher, a frozen model with the head `states`. `model`: path of its weights.
-        `policy`: the student, None on ranks outside the policy. `divergence`: the loss between
-        both. `precision`: dtype of both models by name, such as "bfloat16".
+        """`transfer.role` is the teacher, with the head `states`. `policy`: the student, on its
+        ranks. `precision`: dtype of both.
         """
         self.transfer, self.divergence = transfer, divergence
         self.width = load_model_config(model).get_text_config().hidden_size
         self.dtype = DTYPES[precision]
         self.weight: torch.Tensor | None = None
-        """[V, G] the teacher's output head: rows of the vocabulary's shard on this rank of the
-        policy. None on other ranks."""
+        """[V, G] rows of the teacher's output head, on ranks of the policy."""
         if policy is not None:
             rows = vocabulary_rows(policy)
             self.weight = output_rows(model, rows, dtype=self.dtype, device=policy.device)
         self._column: Column = []
 
     def read(self, batch: StepBatch | None, packed: Sequence[Sequence[MicroBatch]]) -> None:
-        """Compute the teacher's hidden states of a step's samples, if the teacher has ranks of its
-        own; otherwise `soft_targets` computes them later. `packed`: for each mini-batch, this
-        rank's packed sequences. All ranks of the job call it together; ranks outside the policy
-        pass None and [].
+        """Compute a step's hidden states, if the teacher has ranks of its own. Ranks outside the
+        policy pass None and [].
         """
         self._column = []
         if self.transfer.is_shared:
             return
-        here, role = self.transfer.send(batch, packed), self.transfer.role
-        column = [] if role is None or here is None else role.score(here.batch, here.packed)
+        own, role = self.transfer.send(batch, packed), self.transfer.role
+        column = [] if role is None or own is None else role.score(own.batch, own.packed)
         self._column = self.transfer.to_policy(column, width=(self.width,), dtype=self.dtype)
 
     def soft_targets(self, number: int, micro: MicroBatch) -> SoftTargets:
-        """The teacher's next-token distributions at the M trained tokens of `micro`, a packed
-        sequence of mini-batch `number` of the step that was read last. They are stored as two
-        factors of the logits: the teacher's hidden states [M, G], G wide, and output head [V, G],
-        with V the token ids on this tensor-parallel rank of the policy. Only ranks of the policy
-        call it, those that share the packed sequence together.
+        """The distributions at the trained tokens of `micro`, of mini-batch `number`. Collective
+        over the policy's ranks that share the packed sequence.
         """
         assert self.weight is not None, "this rank has no part of the policy"
         if self.transfer.is_shared:
@@ -89,14 +75,12 @@ class Teacher:
         return SoftTargets(states, self.weight, self.divergence)
 
     def forget(self) -> None:
-        """Free the hidden states of the step that was read last."""
+        """Free the step's hidden states."""
         self._column = []
 
 
 def vocabulary_rows(policy: Role) -> slice:
-    """The token ids, as a slice, whose rows of the policy's output head are on this tensor-parallel
-    rank; all of them without tensor parallelism.
-    """
+    """The token ids whose rows of the policy's output head this tensor-parallel rank has."""
     network = policy.engine.module
     shard = head_shard(network.model, network.shards)
     if shard is None:

@@ -1,4 +1,4 @@
-"""Sources of a model's whole tensors, by parameter name: a safetensors checkpoint, or a seed."""
+"""Sources of a model's whole tensors by parameter name: a safetensors checkpoint, or a seed."""
 
 from __future__ import annotations
 
@@ -29,38 +29,29 @@ from megarl.checkpoints.store import (
 )
 
 RECOMPUTED = "rotary_emb.inv_freq"
-"""Suffix of a buffer that old checkpoints store; it is ignored, since every model recomputes it."""
+"""Suffix of a buffer that old checkpoints store and models recompute."""
 
 
 class Weights(Protocol):
-    """Where a model's parameters come from, as whole tensors by name: a checkpoint, or random
-    initialisation. Anything with the methods `flat` and `has` is one.
-    """
+    """A source of a model's whole tensors by Hugging Face name."""
 
     def flat(self, name: str) -> torch.Tensor:
-        """The whole tensor `name`, a Hugging Face parameter name, as a flat CPU tensor in the dtype
-        of the source. It must not be changed, and is valid until the next call.
+        """The whole tensor, flat on the CPU in the source's dtype, not to be changed, and valid
+        until the next call.
         """
         ...
 
     def has(self, name: str) -> bool:
-        """Whether the source stores a tensor `name`; always False for random initialisation. It is
-        asked for buffers, which few checkpoints contain.
-        """
+        """Whether the source stores the tensor; asked for buffers."""
         ...
 
 
 class CheckpointWeights:
-    """The tensors of a Hugging Face checkpoint in safetensors format, memory-mapped, under the
-    names of the model's parameters. `path`: a folder, or a hub name, which is downloaded first.
-    `flat(name)` gives a tensor, flat on the CPU in the stored dtype; `has(name)` tells whether it
-    is stored.
-    """
+    """The tensors of a Hugging Face checkpoint in safetensors format, memory-mapped."""
 
     def __init__(self, path: str, model: PreTrainedModel) -> None:
-        """`path`: a folder or hub name. `model`: the whole model on the meta device. Raises
-        `ValueError`, naming the tensor or file, unless the checkpoint has exactly the model's
-        tensors.
+        """`path`: a folder, or a hub name, which is downloaded. `model`: on the meta device. Raises
+        `ValueError`, naming the tensor or file, unless the checkpoint has exactly its tensors.
         """
         self.folder = _folder(path)
         self.store = open_whole(self.folder)
@@ -74,17 +65,14 @@ class CheckpointWeights:
 
 
 class OtherTensors:
-    """A source of a model's tensors, with the methods of `Weights`. `made(name)` is asked first: it
-    returns a whole tensor, of any shape, or None. Where it returns None, the tensor comes from
-    `weights`. `has` asks `weights` alone.
-    """
+    """The tensors that `made(name)` returns, of any shape, or else those of `weights`."""
 
     def __init__(self, weights: Weights, made: Callable[[str], torch.Tensor | None]) -> None:
         self.weights, self.made = weights, made
 
     def flat(self, name: str) -> torch.Tensor:
-        found = self.made(name)
-        return self.weights.flat(name) if found is None else found.reshape(-1)
+        tensor = self.made(name)
+        return self.weights.flat(name) if tensor is None else tensor.reshape(-1)
 
     def has(self, name: str) -> bool:
         return self.weights.has(name)
@@ -95,14 +83,12 @@ PATTERNS = ["model*.safetensors", INDEX]
 
 
 def is_downloaded(name: str) -> bool:
-    """Whether all safetensors files of the hub model `name`, such as "Qwen/Qwen3-0.6B", are in the
-    local cache. Asks no network.
-    """
+    """Whether all safetensors files of the hub model `name` are in the local cache."""
     try:
-        found = huggingface_hub.snapshot_download(
+        snapshot = huggingface_hub.snapshot_download(
             name, allow_patterns=PATTERNS, local_files_only=True
         )
-        folder, files = Path(found), {WHOLE}
+        folder, files = Path(snapshot), {WHOLE}
         if (folder / INDEX).exists():
             files = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
         return all((folder / file).is_file() for file in files)
@@ -111,8 +97,8 @@ def is_downloaded(name: str) -> bool:
 
 
 def _folder(path: str) -> Path:
-    """The folder of the model at `path`; a hub name is downloaded first. Raises `ValueError` if the
-    model has no safetensors weights.
+    """The model's folder; a hub name is downloaded. Raises `ValueError` without safetensors
+    weights.
     """
     folder = Path(path)
     fix = (
@@ -135,9 +121,7 @@ def _folder(path: str) -> Path:
 
 
 def weight_files(path: str) -> list[Path]:
-    """Paths of the safetensors files of the model at `path`, sorted by name; a hub model is
-    downloaded first. Raises `ValueError` if it has none.
-    """
+    """The model's safetensors files, sorted by name. Raises `ValueError` as `_folder`."""
     folder = _folder(path)
     if not (folder / INDEX).exists():
         return [folder / WHOLE]
@@ -147,26 +131,21 @@ def weight_files(path: str) -> list[Path]:
 
 @functools.cache
 def base_digest(path: str) -> str:
-    """XXH3-128 digest, in hexadecimal, of the weights of the model at `path`, a folder or hub name.
-    LoRA adapters are stored with this digest of their base model, so that putting them on another
-    model is noticed. It covers the names, shapes, dtypes and 512 elements of all tensors.
+    """XXH3-128 digest, in hexadecimal, of the weights at `path`, a folder or hub name: of names,
+    shapes, dtypes and 512 elements. A LoRA adapter is stored with its base model's.
     """
     return sampled_digest(open_whole(_folder(path)))
 
 
 def shape_of(path: str, name: str) -> tuple[int, ...] | None:
-    """Shape of tensor `name` in the checkpoint at `path`, a folder or hub name; None if the
-    checkpoint has no such tensor. Only the headers of the safetensors files are read.
-    """
+    """Shape of a tensor of the checkpoint, if it has it; only headers are read."""
     return open_whole(_folder(path)).shapes.get(name)
 
 
 def _stored_names(model: PreTrainedModel, store: Store, folder: Path) -> dict[str, str]:
-    """{name in the model: name in the checkpoint} of parameters and persistent buffers.
-
-    They differ as transformers renames tensors at loading: `embed_out` of GPT-NeoX is its
-    `lm_head`, and a checkpoint of the base model lacks the prefix (`model.`, `transformer.`). Of
-    tied parameters, one name is enough.
+    """{name in the model: name in the checkpoint} of parameters and persistent buffers; of tied
+    parameters, one name is enough. transformers renames at loading: `embed_out` of GPT-NeoX is its
+    `lm_head`, and a base model's checkpoint lacks the prefix (`model.`, `transformer.`).
     """
     state = model.state_dict()
     names = {name: name for name in state} | renamed(model, store.shapes, folder)
@@ -192,15 +171,14 @@ def _stored_names(model: PreTrainedModel, store: Store, folder: Path) -> dict[st
         if name not in names.values() and any(re.search(pattern, name) for pattern in ignored)
     }
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    wanted = {stored: shapes[name] for name, stored in names.items()}
-    refuse_others(store, folder, wanted, sorted(left_out))
+    expected = {stored: shapes[name] for name, stored in names.items()}
+    refuse_others(store, folder, expected, sorted(left_out))
     return names
 
 
 def renamed(model: PreTrainedModel, stored: Iterable[str], folder: Path) -> dict[str, str]:
-    """{name in the model: its name among `stored`} of the tensors of a checkpoint that the model
-    has, by the names that transformers gives them at loading; a name that needs no change goes
-    first. Raises `ValueError` for a type whose tensors transformers joins or splits there.
+    """{name in the model: name among `stored`} where transformers renames at loading. Raises
+    `ValueError` for tensors that it joins or splits.
     """
     state, stored = model.state_dict(), set(stored)
     renamings, converters = _conversions(model)
@@ -219,34 +197,29 @@ def renamed(model: PreTrainedModel, stored: Iterable[str], folder: Path) -> dict
 
 
 def exported_names(model: PreTrainedModel) -> dict[str, str]:
-    """{name of a parameter: its name in a checkpoint} of those that transformers stores under
-    another name, so that readers of the published names, such as older versions, find them.
+    """{name of a parameter: its name in a checkpoint} where transformers stores it under another
+    name, for readers of the published names.
     """
     renamings = reversed(_conversions(model)[0])
-    back: Any = [one.reverse_transform() for one in renamings if type(one) is WeightRenaming]
+    back: Any = [r.reverse_transform() for r in renamings if type(r) is WeightRenaming]
     state = model.state_dict()
     names = {name: rename_source_key(name, back, [], reverse=True)[0] for name in state}
-    found = renamed(model, names.values(), Path(model.name_or_path or ""))
-    return {name: new for name, new in names.items() if found.get(name) == new}
+    stored = renamed(model, names.values(), Path(model.name_or_path or ""))
+    return {name: new for name, new in names.items() if stored.get(name) == new}
 
 
 def _conversions(model: PreTrainedModel) -> tuple[list[WeightRenaming], list[WeightConverter]]:
-    """What transformers does with the tensors of a checkpoint of `model`'s type at loading: (names
-    that it changes, tensors that it joins or splits).
-    """
-    found = get_model_conversion_mapping(model)
-    renamings = [one for one in found if isinstance(one, WeightRenaming)]
-    return renamings, [one for one in found if isinstance(one, WeightConverter)]
+    """What transformers does with tensors at loading: (renamings, joins and splits)."""
+    conversions = get_model_conversion_mapping(model)
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    return renamings, [c for c in conversions if isinstance(c, WeightConverter)]
 
 
 class RandomWeights:
-    """A model's parameters by its own random initialisation, in float32, drawn one module at a
-    time: `flat(name)` gives the whole tensor, flat on the CPU. `has(name)` is always False, as no
-    tensor is stored.
+    """A model's own random initialisation, in float32, drawn one module at a time.
 
-    Each module has its own generator, seeded by `seed` and the module's name, so a tensor does not
-    depend on which others are drawn, or in which order. A rank draws whole tensors, also where it
-    owns only a part.
+    Each module has its own generator, seeded by `seed` and its name, so a tensor does not depend on
+    which others are drawn.
     """
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
@@ -267,7 +240,6 @@ class RandomWeights:
 
     @torch.no_grad()
     def _draw(self, owner: str) -> dict[str, torch.Tensor]:
-        """Draw all parameters that belong directly to module `owner`."""
         module = self.model.get_submodule(owner)
         empty = dict(module.named_parameters(recurse=False))
         for name, parameter in empty.items():
@@ -289,8 +261,8 @@ class RandomWeights:
 
 
 def initialise_module(model: PreTrainedModel, owner: str) -> None:
-    """Run the model class's own weight initialisation (`_init_weights` of transformers) on the
-    module named `owner` of `model`, in place; it draws from torch's global generator.
+    """Run the model's `_init_weights` on the module `owner`, in place, by torch's global
+    generator.
     """
     path, belongs_to = "", model
     for step in owner.split("."):
@@ -303,27 +275,25 @@ def initialise_module(model: PreTrainedModel, owner: str) -> None:
 
 @torch.no_grad()
 def init_buffers(model: PreTrainedModel, weights: Weights, device: torch.device) -> None:
-    """Set the buffers of `model`, in place, on `device`: from `weights` if the checkpoint stores
-    them, otherwise by the model's own initialisation, as `from_pretrained` does.
-
-    Call it while the parameters are on the meta device, since the initialisation of a module sets
-    its parameters too. Raises `ValueError` for a buffer that neither source provides.
+    """Set the buffers of `model`, in place, on `device`: from `weights` if stored there, else by
+    its own initialisation, which sets parameters too: they must be on the meta device. Raises
+    `ValueError` for a buffer that neither source provides.
     """
     for owner, module in model.named_modules():
         buffers = dict(module.named_buffers(recurse=False))
         if not buffers:
             continue
-        found = []
+        values = []
         for fill in (0, 1):  # what the model computes does not depend on what was there
             for name, buffer in buffers.items():
                 setattr(module, name, torch.full(buffer.shape, fill, dtype=buffer.dtype))
             initialise_module(model, owner)
-            found.append({name: getattr(module, name) for name in buffers})
+            values.append({name: getattr(module, name) for name in buffers})
         for name in buffers:
             value, full = getattr(module, name), f"{owner}.{name}" if owner else name
             if weights.has(full):
                 value.view(-1).copy_(weights.flat(full))
-            elif not torch.equal(value, found[0][name]):
+            elif not torch.equal(value, values[0][name]):
                 raise ValueError(
                     f"model type {model.config.model_type} has a buffer {full} that is neither in"
                     " the checkpoint nor computed by the model; choose another model"

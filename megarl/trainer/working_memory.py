@@ -1,6 +1,4 @@
-"""Memory that a colocated policy keeps on a GPU while inference engines use the rest of it, and
-sizes of DeepSpeed's buffers.
-"""
+"""Memory that a colocated policy keeps on a GPU, and sizes of DeepSpeed's buffers."""
 
 from __future__ import annotations
 
@@ -13,23 +11,19 @@ from megarl.settings.weight_sync import BUCKET_BYTES
 from megarl.trainer.memory import BYTES, SizedParameter, role_memory
 
 BUCKET_ELEMENTS = 500_000_000
-"""Elements of DeepSpeed's buffer in which gradients are reduced (`reduce_bucket_size`), at most:
-it has no more than are trained."""
+"""Most elements of the buffer in which gradients are reduced (`reduce_bucket_size`)."""
 LIVE_ELEMENTS = 1_000_000_000
-"""Elements of gathered parameters that a role holds under ZeRO 3, at most, beside its largest
-module (DeepSpeed's `stage3_max_live_parameters` and `stage3_max_reuse_distance`)."""
+"""Most elements of gathered parameters under ZeRO 3, beside the largest module
+(`stage3_max_live_parameters` and `stage3_max_reuse_distance`)."""
 DIGEST_BYTES = 2**28
-"""Bytes that the digest of a region needs on a GPU, at most: eight rows of `checksums.NUM_WORDS`
-64-bit integers."""
+"""Most bytes for the digest of a region: eight rows of `checksums.NUM_WORDS` 64-bit integers."""
 RUNTIME_BYTES = 2 * 2**30
-"""Bytes of CUDA's context, the libraries' kernels, and NCCL's buffers."""
+"""CUDA's context, kernels, and NCCL's buffers."""
 
 
 def kept_memory(parameters: Sequence[SizedParameter], layout: Layout, config: RunConfig) -> int:
-    """Bytes that the policy keeps on each GPU while inference engines use the rest of the same GPU:
-    its weights, the parameters that ZeRO 3 gathers at most, two of the buckets in which weights are
-    sent to the engines, room for digests of weights, and a constant for CUDA and NCCL.
-    `parameters`: the policy's. `config`: the run's settings.
+    """Bytes that the policy keeps on each GPU while engines use the rest: weights, what ZeRO 3
+    gathers, two buckets of weight sync, digests, CUDA and NCCL.
     """
     training, bucket = config.training, config.weight_sync.bucket_bytes or BUCKET_BYTES["cuda"]
     weights = role_memory(parameters, layout, training, trains=True).weights
@@ -38,15 +32,14 @@ def kept_memory(parameters: Sequence[SizedParameter], layout: Layout, config: Ru
 
 
 def most_share(kept: int, gpu_bytes: float) -> float:
-    """The largest `rollout.engine.gpu_memory_utilization`, rounded to hundredths toward 0, with
-    which an inference engine fits on a GPU of `gpu_bytes` bytes beside the policy, which keeps
-    `kept` bytes. Not above 0 if no engine fits.
+    """The largest `rollout.engine.gpu_memory_utilization`, rounded down to hundredths, beside the
+    policy; not above 0 if no engine fits.
     """
     return int(100 * (1 - kept / gpu_bytes)) / 100
 
 
 def _gathered(sizes: Sequence[int], training: TrainingConfig) -> int:
-    """Bytes of the parameters that ZeRO 3 gathers at most; `sizes`: elements of all parameters."""
+    """Most bytes of the parameters that ZeRO 3 gathers."""
     # Fetching ahead stops at a limit, but not the fetch of what is needed at once.
     most = min(sum(sizes), LIVE_ELEMENTS + max(sizes, default=0))
     return BYTES[training.dtype] * most if training.zero_stage == 3 else 0

@@ -1,5 +1,5 @@
-"""DeepSpeed behind three calls: backward on a micro-batch, one optimizer step, full weights by
-name; and the same model without an optimizer.
+"""A model under DeepSpeed: backward on a micro-batch, an optimizer step, whole weights by name; and
+the same model without an optimizer.
 
 The loss handed to `backward` is this rank's share of one global sum; DeepSpeed's mean over ranks is
 undone here.
@@ -11,7 +11,7 @@ import contextlib
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,11 @@ from deepspeed.utils import safe_get_local_grad
 
 from megarl.checkpoints.adapter_files import SCORE
 from megarl.checkpoints.rank_files import RankFiles
-from megarl.parallel.collectives import all_reduce
-from megarl.parallel.mesh import DeepSpeedView, ProcessMesh
+from megarl.parallel.collectives import all_reduce, all_reduce_max
+from megarl.parallel.mesh import Axis, DeepSpeedView, ProcessMesh
 from megarl.settings.training import TrainingConfig
 from megarl.trainer import working_memory
 from megarl.trainer.compilation import drop_stale_locks
-from megarl.trainer.finite import first_broken
 from megarl.trainer.gradient_sums import keep_on_device, sum_of
 from megarl.trainer.heads import SCORING
 from megarl.trainer.lora import MergedWeights, is_adapter
@@ -40,7 +39,7 @@ from megarl.trainer.zero_state import TrainState
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-"""{dtype: DeepSpeed's name of it}."""
+"""DeepSpeed's name of each dtype."""
 
 
 def deepspeed_config(
@@ -50,11 +49,9 @@ def deepspeed_config(
     trains: bool = True,
     trained: int = working_memory.BUCKET_ELEMENTS,
 ) -> dict[str, object]:
-    """The configuration dict for `deepspeed.initialize`. In it gradient accumulation is 1, since
-    megarl itself tells DeepSpeed which micro-batch ends an optimizer step. `num_data_ranks`:
-    data-parallel times sequence-parallel ranks. `trains`: False for a frozen model. `trained`:
-    number of trainable elements on one tensor-parallel rank, which limits the size of the buffer
-    for reducing gradients.
+    """Settings for `deepspeed.initialize`. Gradient accumulation is 1, since megarl tells DeepSpeed
+    which micro-batch ends an optimizer step. `trained`: trainable elements on one tensor-parallel
+    rank, which limit the buffer for reducing gradients.
     """
     zero: dict[str, object] = {
         "stage": config.zero_stage,
@@ -89,19 +86,16 @@ def deepspeed_config(
 
 
 def _bare(name: str) -> str:
-    """The Hugging Face name of a parameter of `RoleModel`."""
     return name.removeprefix("model.")
 
 
 def _gradient(parameter: Any) -> torch.Tensor | None:
-    """This rank's part of a gradient after the last backward pass of a step, summed over the ranks;
-    None if this rank has none.
-    """
+    """This rank's part of a gradient, summed over ranks, after the last backward pass of a step."""
     if not parameter.requires_grad:
         return None
     if hasattr(parameter, "ds_id"):  # ZeRO 3
-        part = sum_of(parameter)
-        return safe_get_local_grad(parameter) if part is None else part
+        gradient = sum_of(parameter)
+        return safe_get_local_grad(parameter) if gradient is None else gradient
     mapping = getattr(parameter, "_hp_mapping", None)  # ZeRO 1 and 2
     if mapping is not None:
         return mapping.get_lp_grad_fragment(parameter._index_in_param_group)
@@ -109,24 +103,49 @@ def _gradient(parameter: Any) -> torch.Tensor | None:
 
 
 def _own_values(parameter: Any, rank: int) -> torch.Tensor:
-    """This rank's part of a parameter: under ZeRO 3 its slice, without the padding of the last
-    one. `rank`: index of this rank among those that share the parameter.
+    """This rank's part of a parameter; under ZeRO 3 its slice without padding. `rank`: index among
+    the ranks that share the parameter.
     """
-    part = getattr(parameter, "ds_tensor", None)
-    if part is None:
+    partition = getattr(parameter, "ds_tensor", None)
+    if partition is None:
         return parameter.data
-    size = part.ds_numel
-    return part.data.view(-1)[: max(0, min(size, parameter.ds_numel - rank * size))]
+    size = partition.ds_numel
+    return partition.data.view(-1)[: max(0, min(size, parameter.ds_numel - rank * size))]
+
+
+def first_broken(
+    parts: Iterable[tuple[str, torch.Tensor | None]], axis: Axis, device: torch.device, *, norm: int
+) -> str:
+    """Name of the first tensor that is not finite on any rank of `axis`, or "". Collective.
+
+    `parts`: (name, this rank's part or None), with the same names on every rank. `norm`: 0 for the
+    values; 2 for the norm in float32, as DeepSpeed computes it, which overflows for values above
+    1.8e19.
+    """
+    names, sizes, numbers = [], [], []
+    for number, (name, values) in enumerate(parts):
+        names.append(name)
+        if values is not None and values.numel():
+            if norm == 2:
+                size = torch.linalg.vector_norm(values, dtype=torch.float32)
+            else:
+                size = torch.stack(torch.aminmax(values)).float().abs().max()  # NaN stays NaN
+            sizes.append(size.to(device))
+            numbers.append(number)
+    first = len(names)
+    if sizes:
+        broken = (~torch.isfinite(torch.stack(sizes))).nonzero()
+        first = numbers[int(broken[0])] if len(broken) else first
+    first = -int(all_reduce_max(torch.tensor([-first], device=device), axis))
+    return names[first] if first < len(names) else ""
 
 
 class TrainEngine:
-    """This rank's part of a model, trained under DeepSpeed, or frozen (`trains=False`). Calling the
-    object with a micro-batch runs a forward pass and returns the output of the model's head. An
-    optimizer step is a forward pass and `backward` for each micro-batch, then `step`. All ranks of
-    `mesh` create the object and make the same calls together.
+    """This rank's part of a model, trained under DeepSpeed, or frozen (`trains=False`). An
+    optimizer step is a call and `backward` for each micro-batch, then `step`. Its methods are
+    collective over `mesh`.
 
-    A frozen model has no optimizer and no gradients. It uses DeepSpeed only under ZeRO 3, which
-    partitions the parameters; otherwise it is a plain tensor-parallel shard.
+    A frozen model uses DeepSpeed only under ZeRO 3, which partitions the parameters.
     """
 
     def __init__(
@@ -139,18 +158,15 @@ class TrainEngine:
         total_steps: int = 0,
         trains: bool = True,
     ) -> None:
-        """`total_steps`: optimizer steps of the whole run, for the learning-rate schedule; unused
-        for a frozen model.
-        """
+        """`total_steps`: optimizer steps of the whole run, for the learning-rate schedule."""
         self.config, self.mesh, self.device, self.total_steps = config, mesh, device, total_steps
         self.trains = trains
         self.module = model
-        """The model without DeepSpeed around it. Under ZeRO 3 its parameters are empty outside of a
-        forward or backward pass."""
+        """The model without DeepSpeed. Under ZeRO 3 its parameters are empty outside of a pass."""
         self._view, self._handover = DeepSpeedView(mesh), Handover(device)
         self._engine: Any = None
         self.loss_scale: LossScale | None = None
-        """That of a model trained in float16."""
+        """Set for a model trained in float16."""
         model.train(trains)
         if trains and config.gradient_checkpointing:
             model.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -160,22 +176,20 @@ class TrainEngine:
         if trains or config.zero_stage == 3:
             self._engine = self._initialise(model)
         self.steps_done = 0
-        """Number of optimizer steps taken."""
 
     def _initialise(self, model: RoleModel) -> Any:
-        """Create DeepSpeed's engine for `model`, with an optimizer unless the model is frozen."""
         config, optimizer = self.config, None
         trained: list[Any] = [p for p in model.parameters() if p.requires_grad]
         if self.trains:
             optimizer = OPTIMIZERS[config.optimizer.kind](trained, config.optimizer)
-        num_trained = sum(getattr(one, "ds_numel", one.numel()) for one in trained)
+        num_trained = sum(getattr(p, "ds_numel", p.numel()) for p in trained)
         settings = deepspeed_config(
             *(config, self.mesh.gradient.size), trains=self.trains, trained=max(1, num_trained)
         )
         drop_stale_locks()
-        made: Any
+        engine: Any
         with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
-            made, *_ = deepspeed.initialize(
+            engine, *_ = deepspeed.initialize(
                 model=model,
                 optimizer=optimizer,  # pyright: ignore[reportArgumentType]
                 config=settings,
@@ -183,15 +197,14 @@ class TrainEngine:
                 dist_init_required=False,
             )
         if self.trains and config.offload_optimizer and config.offload_gradients == "step":
-            keep_on_device(made.optimizer)
+            keep_on_device(engine.optimizer)
         if self.trains and config.dtype == "float16":
-            self.loss_scale = LossScale(made.optimizer)
-        return made
+            self.loss_scale = LossScale(engine.optimizer)
+        return engine
 
     def __call__(self, *args: object) -> Any:
-        """Run a forward pass of the model on a micro-batch, and return the head's output, for a
-        frozen model without gradients. The arguments are those of `RoleModel.forward`: micro-batch,
-        temperature, soft targets.
+        """The head's output for a micro-batch; a frozen model computes no gradients. Arguments:
+        those of `RoleModel.forward`.
         """
         if self.trains:
             return self._engine(*args)
@@ -199,10 +212,8 @@ class TrainEngine:
             return (self._engine or self.module)(*args)
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
-        """Run a backward pass and add the gradients to those of earlier micro-batches. `loss`: a
-        scalar, this rank's part of a loss that is a sum over micro-batches and ranks. `last`:
-        whether it is from the last micro-batch of the optimizer step, where gradients are reduced
-        over ranks.
+        """Run a backward pass, which adds to the gradients. `loss`: a scalar, this rank's part of a
+        sum over micro-batches and ranks. `last`: the optimizer step's last micro-batch.
         """
         self._view.use()
         self._engine.set_gradient_accumulation_boundary(last)
@@ -212,7 +223,6 @@ class TrainEngine:
             self._engine.step()
 
     def next_rate(self) -> float:
-        """Learning rate of the next optimizer step, by the configured schedule."""
         return learning_rate(
             self.config.schedule,
             self.config.optimizer.learning_rate,
@@ -221,9 +231,8 @@ class TrainEngine:
         )
 
     def step(self) -> tuple[float, float]:
-        """Take one optimizer step with the accumulated gradients; returns (gradient norm before
-        clipping, learning rate). A norm that is not finite says that DeepSpeed has skipped the
-        step. All ranks call it together, after the `backward` with `last`.
+        """Take an optimizer step; returns (gradient norm before clipping, learning rate). If the
+        norm is not finite, DeepSpeed has skipped the step. Collective.
         """
         self._view.use()
         rate = self.next_rate()
@@ -245,9 +254,8 @@ class TrainEngine:
         return norm, rate
 
     def discard(self) -> None:
-        """Drop the accumulated gradients instead of taking a step, because some are not finite;
-        neither weights nor optimizer state change. All ranks call it together, in place of `step`,
-        after the `backward` with `last`.
+        """Drop accumulated gradients that are not finite, in place of `step`; weights and optimizer
+        state stay. Collective.
         """
         if self.config.zero_stage == 0:
             self._engine.zero_grad()
@@ -261,18 +269,16 @@ class TrainEngine:
         self._drop_sums()
 
     def _drop_sums(self) -> None:
-        """Delete the gradients that were added up for an optimizer step that DeepSpeed has skipped.
-        DeepSpeed 0.19 deletes them itself, but not under ZeRO 1 and 2 with the optimizer state on
-        the host: there it would add the gradients of the next step to them.
+        """Delete the gradients of a skipped optimizer step, which DeepSpeed 0.19 would add the next
+        step's to under ZeRO 1 and 2 with the optimizer state on the host.
         """
         if self.config.offload_optimizer and 0 < self.config.zero_stage < 3:
             optimizer = self._engine.optimizer
             optimizer.averaged_gradients = dict.fromkeys(optimizer.averaged_gradients)
 
     def broken_gradient(self) -> str:
-        """Name of the first parameter whose gradient is NaN or infinite on some rank, or has an
-        infinite norm in float32; "" if there is none. All ranks call it together, after the
-        `backward` with `last`, and get the same name.
+        """Name of the first parameter whose gradient, or its norm in float32, is not finite on some
+        rank, or "". Collective.
         """
         if self.config.offload_optimizer:
             # ZeRO 1 and 2 only start the copies to the host, which until then has older gradients.
@@ -281,9 +287,7 @@ class TrainEngine:
         return first_broken(named, self.mesh.world, self.device, norm=2)
 
     def broken_weight(self) -> str:
-        """Name of the first parameter that is NaN or infinite on some rank; "" if there is none.
-        All ranks call it together and get the same name.
-        """
+        """Name of the first parameter that is not finite on some rank, or "". Collective."""
         rank = self.mesh.gradient.rank
         named = ((_bare(n), _own_values(p, rank)) for n, p in self.module.named_parameters())
         return first_broken(named, self.mesh.world, self.device, norm=0)
@@ -299,20 +303,17 @@ class TrainEngine:
         return float((squares[0] + all_reduce(squares[1:].clone(), self.mesh.tensor)[0]).sqrt())
 
     def full_score_weight(self) -> torch.Tensor:
-        """A copy, on every rank, of the whole [1, hidden size] weight of the linear layer with
-        which a value model or reward model (heads "value" and "scalar") gives a score. Raises
-        `AttributeError` for a model with another head. All ranks call it together.
+        """A copy, on every rank, of the score head's whole weight [1, H]. Raises `AttributeError`
+        for a model with another head. Collective.
         """
         weight: Any = self.module.model.get_parameter(SCORE)
         with deepspeed.zero.GatheredParameters([weight], enabled=hasattr(weight, "ds_status")):
             return weight.detach().clone()
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Iterate over (Hugging Face name, whole tensor) of every weight, gathered on every rank
-        one by one. All ranks must exhaust the iterator together.
-
-        A tensor is valid until the next one is requested. Tied weights appear once. LoRA adapters
-        are separate entries, not merged.
+        """Iterate over (Hugging Face name, whole tensor) of every weight, gathered on every rank;
+        collective. A tensor is valid until the next one. Tied weights appear once, LoRA adapters as
+        separate entries.
         """
         named: Any = self.module.model.named_parameters()
         for name, parameter in named:
@@ -327,53 +328,48 @@ class TrainEngine:
 
     def owned(self) -> Mapping[str, torch.Tensor]:
         """{Hugging Face name: flat tensor} of this rank's part of every weight: its tensor-parallel
-        shard or, under ZeRO 3, its slice of that shard. Slices have equal sizes, so the last one
-        may end in padding. All ranks call it together.
+        shard or, under ZeRO 3, its slice of that shard, of which the last may end in padding.
+        Collective.
 
-        Without LoRA adapters nothing is copied or gathered: the tensors are the model's own memory.
-        With adapters, an adapted weight is W + (alpha / rank) B A, computed each time the mapping
-        is asked for that weight; under ZeRO 3 this call gathers all A and B.
+        The tensors are the model's own memory. With LoRA an adapted weight is merged each time it
+        is asked for (`MergedWeights`); under ZeRO 3 this call gathers all A and B.
         """
-        found = {
+        owned = {
             name: getattr(parameter, "ds_tensor", parameter).data.view(-1)
             for name, parameter in self.module.model.named_parameters()
             if not is_adapter(name)
         }
         if self.module.adapters is None:
-            return found
+            return owned
         number = self.mesh.gradient.rank if self.config.zero_stage == 3 else None
         local = self.local_adapters()
-        return MergedWeights(found, local, self.module.adapters, slice_number=number)
+        return MergedWeights(owned, local, self.module.adapters, slice_number=number)
 
     def local_adapters(self) -> dict[str, torch.Tensor]:
-        """{name: copy of this rank's tensor-parallel shard} of the LoRA adapters' parameters, under
-        ZeRO 3 gathered. Only for a model with adapters. All ranks call it together.
-        """
+        """{name: copy of this rank's tensor-parallel shard} of the LoRA adapters. Collective."""
         named = self._adapter_parameters()
         is_split = any(hasattr(parameter, "ds_status") for parameter in named.values())
         with deepspeed.zero.GatheredParameters(list(named.values()), enabled=is_split):
             return {name: parameter.detach().clone() for name, parameter in named.items()}
 
     def _adapter_parameters(self) -> dict[str, Any]:
-        """{name: parameter} of the LoRA adapters."""
         assert self.module.adapters is not None
         names = self.module.adapters.parameters
         return {name: self.module.model.get_parameter(name) for name in names}
 
     def keep_adapters(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        """Copy this rank's part of the LoRA adapters as they are now. Returns a function that makes
-        a context manager, in whose block the model computes with this copy. All ranks call it
-        together, and enter and leave the blocks together.
+        """Copy the LoRA adapters as they are now. Returns a factory of context managers in which
+        the model computes with this copy. Collective, also the blocks.
         """
-        kept = [part.clone() for part in self._own_adapters()]
+        kept = [view.clone() for view in self._own_adapters()]
 
         def put(values: list[torch.Tensor]) -> None:
-            for part, value in zip(self._own_adapters(), values, strict=True):
-                part.copy_(value)
+            for view, value in zip(self._own_adapters(), values, strict=True):
+                view.copy_(value)
 
         @contextlib.contextmanager
         def restored() -> Iterator[None]:
-            trained = [part.clone() for part in self._own_adapters()]
+            trained = [view.clone() for view in self._own_adapters()]
             put(kept)
             try:
                 yield
@@ -383,9 +379,7 @@ class TrainEngine:
         return restored
 
     def _own_adapters(self) -> list[torch.Tensor]:
-        """Views of this rank's part of each LoRA parameter: the whole tensor-parallel shard, under
-        ZeRO 3 its slice. Writing to a view changes the model.
-        """
+        """Views of this rank's part of each LoRA parameter; under ZeRO 3 its slice."""
         parameters = self._adapter_parameters().values()
         for parameter in parameters:
             if getattr(parameter, "ds_status", None) == ZeroParamStatus.AVAILABLE:
@@ -393,28 +387,23 @@ class TrainEngine:
         return [_own_values(parameter, self.mesh.gradient.rank) for parameter in parameters]
 
     def whole_adapters(self) -> dict[str, torch.Tensor]:
-        """{name: whole tensor} of the LoRA adapters' parameters, and of a score head where the
-        model has one, on every rank; empty for a model without adapters. All ranks call it
-        together.
+        """{name: whole tensor} of the LoRA adapters and the score head, if any, on every rank;
+        empty without adapters. Collective.
         """
         if self.module.adapters is None:
             return {}
         shards, axis = self.module.shards, self.mesh.tensor
-        found = {
-            name: shards[name].gather(part, axis) if name in shards else part
-            for name, part in self.local_adapters().items()
+        adapters = {
+            name: shards[name].gather(local, axis) if name in shards else local
+            for name, local in self.local_adapters().items()
         }
         has_score = self.module.head in SCORING
-        return found | ({SCORE: self.full_score_weight()} if has_score else {})
+        return adapters | ({SCORE: self.full_score_weight()} if has_score else {})
 
     def offload(self) -> None:
-        """Move master weights and optimizer state from the GPU to the host, and free gradients and
-        reduction buffers, so that colocated inference engines can use the GPU. The weights stay,
-        since they are sent to the engines next. Does nothing for a frozen model but to return
-        unused memory of torch's allocator. Call it between two optimizer steps; it blocks until the
-        copies are done.
-
-        With `training.offload_optimizer` the optimizer state is on the host anyway.
+        """Move master weights and optimizer state to the host, and free gradients and reduction
+        buffers, for colocated inference engines; see `Handover`. Of a frozen model only unused
+        memory is freed.
         """
         if self.trains:
             on_host = self.config.offload_optimizer
@@ -422,15 +411,12 @@ class TrainEngine:
         free_cache(self.device)
 
     def reload(self) -> None:
-        """Move back to the GPU what `offload` has moved to the host; blocks until the copies are
-        done. Does nothing if nothing was moved.
-        """
+        """Undo `offload`; blocks until the copies are done."""
         self._handover.reload()
 
     def save(self, folder: Path, files: RankFiles) -> None:
-        """Add this rank's part of master weights and optimizer state to `files`, the collected
-        files of a checkpoint, as the file rank_NNNNN.safetensors in `folder`. `files` decides
-        whether to write the file at once or to keep it in memory for later. All ranks call it.
+        """Add this rank's optimizer state and master weights to `files`, as rank_NNNNN.safetensors
+        of `folder`. Collective.
         """
         about: dict[str, Any] = {"steps_done": self.steps_done}
         if self.loss_scale is not None:
@@ -438,10 +424,9 @@ class TrainEngine:
         self._state.write(folder, files, about)
 
     def load(self, folder: Path) -> None:
-        """Restore weights, optimizer state and the count of optimizer steps from `folder`, which
-        `save` filled under any layout and ZeRO stage. The files must be undamaged; their digests
-        are not checked here. All ranks call it together. Raises `UserError` if `folder` holds the
-        state of another model.
+        """Restore weights, optimizer state and `steps_done` from `folder`, written under any layout
+        and ZeRO stage. Digests are not checked. Raises `UserError` for another model's state.
+        Collective.
         """
         self._view.use()
         about = self._state.read(folder)

@@ -6,12 +6,10 @@ as parts of whole parameters that a run of any layout and ZeRO stage can read.
                                     in the header: which boxes of the whole parameter the part is,
                                     and what is not a tensor
 
-A part is what DeepSpeed keeps on the rank: under ZeRO 0 all of the tensor-parallel shard, under
-ZeRO 1 and 2 the elements that are in the rank's share of all parameters in a row, under ZeRO 3 its
-slice of the shard. What several ranks hold is written by the first. A reading rank finds its own
-parts in all files by the plan that also moves weights between layouts, without DeepSpeed's padding.
-
-The weights that layers compute with are the master weights, rounded, so they are made of them.
+A part is what DeepSpeed keeps on the rank: under ZeRO 0 its tensor-parallel shard, under ZeRO 1 and
+2 what is in its share of all parameters in a row, under ZeRO 3 its slice of the shard. What several
+ranks hold is written by the first. A reader finds its parts by the plan that also moves weights
+between layouts.
 """
 
 from __future__ import annotations
@@ -39,8 +37,8 @@ MASTER = "master"
 
 
 class _OwnPart(NamedTuple):
-    """Elements [start, start + count) of a parameter's tensor-parallel shard, which this rank keeps
-    at `offset` of the flat float32 tensor `flat`, the parameter of the inner optimizer.
+    """Elements [start, start + count) of a parameter's tensor-parallel shard, at `offset` of
+    `flat`, the inner optimizer's parameter.
     """
 
     flat: torch.Tensor
@@ -49,44 +47,36 @@ class _OwnPart(NamedTuple):
     count: int
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
-        """This rank's elements of the parameter in `values`, as a flat view. `values`: a tensor
-        with as many elements as `flat`, such as one of the optimizer's moments.
-        """
+        """This rank's elements as a flat view of `values`, which is like `flat`."""
         return values.data.view(-1).narrow(0, self.offset, self.count)
 
 
 class TrainState:
-    """Reads and writes the state of a trained model in a checkpoint: float32 master weights and the
-    optimizer's moments, in files that a run of any layout and ZeRO stage can read. `optimizer`:
-    DeepSpeed's, which trains `module` under ZeRO stage `stage` on `mesh`. The tensors are
-    DeepSpeed's own; nothing is copied until a file is written.
-    """
+    """Reads and writes a trained model's state in a checkpoint."""
 
     def __init__(self, optimizer: Any, module: RoleModel, mesh: ProcessMesh, stage: int) -> None:
         self._optimizer, self._module, self._mesh, self._stage = optimizer, module, mesh, stage
         self._inner: Any = getattr(optimizer, "optimizer", optimizer)  # under ZeRO it is wrapped
 
     def write(self, folder: Path, files: RankFiles, about: Mapping[str, Any]) -> None:
-        """Add this rank's file, rank_NNNNN.safetensors in `folder`, to `files`, the collected files
-        of a checkpoint. Tensors that a lower rank holds too are left out; without ZeRO, most
-        data-parallel ranks have no file. `about`: further values for the file's header, of JSON's
-        types, which `read` returns.
+        """Add this rank's file to `files`; without ZeRO, most data-parallel ranks have none.
+        `about`: values of JSON's types for the header, which `read` returns.
         """
         if self._stage == 0 and self._mesh.gradient.rank > 0:
             return
         tensors, boxes, numbers = dict[str, torch.Tensor](), {}, {}
         shapes = self._shapes()
-        for name, part, found in self._own():
+        for name, share, own_boxes in self._own():
             if self._mesh.tensor.rank > 0 and name not in self._module.shards:
                 continue
-            boxes[name] = found
-            state = self._inner.state.get(part.flat, {})
-            tensors[f"{MASTER}/{name}"] = part.of(part.flat)
-            for kind, value in state.items():
-                if isinstance(value, torch.Tensor) and value.shape == part.flat.shape:
-                    tensors[f"{kind}/{name}"] = part.of(value)
+            boxes[name] = own_boxes
+            state = self._inner.state.get(share.flat, {})
+            tensors[f"{MASTER}/{name}"] = share.of(share.flat)
+            for slot, value in state.items():
+                if isinstance(value, torch.Tensor) and value.shape == share.flat.shape:
+                    tensors[f"{slot}/{name}"] = share.of(value)
                 else:  # a count of steps: torch's is a tensor, DeepSpeed's an integer
-                    numbers[kind] = value.item() if isinstance(value, torch.Tensor) else value
+                    numbers[slot] = value.item() if isinstance(value, torch.Tensor) else value
         group = self._inner.param_groups[0] if self._inner.param_groups else {}
         about = {**about, "boxes": boxes, "numbers": numbers, "step": group.get("step")}
         about["shapes"] = {name: shapes[name] for name in boxes}
@@ -101,10 +91,9 @@ class TrainState:
             file.write(tensors[name].cpu().view(torch.uint8).numpy().data)
 
     def read(self, folder: Path) -> dict[str, Any]:
-        """Restore master weights, moments and weights from the files that `write` made in `folder`,
-        under whatever layout; returns a dict with the entries of `about` that `write` was given.
-        All ranks call it together. Raises `UserError` if the files are of a model with other
-        trained parameters or shapes (on all ranks), or lack a moment.
+        """Restore master weights, moments and weights from `folder`, written under any layout;
+        returns `about`. Raises `UserError` for a model with other trained parameters or shapes (on
+        all ranks), or a missing moment. Collective.
         """
         files = [Store([path]) for path in sorted(folder.glob("rank_*.safetensors"))]
         headers = [json.loads(file.metadata["about"]) for file in files]
@@ -116,73 +105,71 @@ class TrainState:
                 for box in boxes:
                     sources[-1].add(name, Box(*box), name)
         parts = dict[str, _OwnPart]()
-        for name, part, boxes in self._own():
-            parts[name] = part
+        for name, share, boxes in self._own():
+            parts[name] = share
             for box in boxes:
                 own.add(name, box, name)
-        kinds = dict.fromkeys(key.partition("/")[0] for file in files for key in file.shapes)
-        views = {kind: self._views(kind, parts) for kind in kinds}
+        slots = dict.fromkeys(key.partition("/")[0] for file in files for key in file.shapes)
+        views = {slot: self._views(slot, parts) for slot in slots}
         for copy in make_plan(sources, [own]).copies:
             name = copy.taken.buffer
-            for kind, of_kind in views.items():
-                if f"{kind}/{name}" not in files[copy.source].shapes:
-                    raise UserError(f"{folder} lacks {kind} of {name}; use an earlier checkpoint")
-                taken = copy.taken.view(files[copy.source].flat(f"{kind}/{name}"))
-                copy.put.view(of_kind[copy.put.buffer]).copy_(taken)
-        for part in parts.values():
-            for kind, number in headers[0]["numbers"].items():
-                value = torch.tensor(number, device=part.flat.device)
-                self._inner.state[part.flat][kind] = value if isinstance(number, float) else number
+            for slot, tensors_of in views.items():
+                if f"{slot}/{name}" not in files[copy.source].shapes:
+                    raise UserError(f"{folder} lacks {slot} of {name}; use an earlier checkpoint")
+                values = copy.taken.view(files[copy.source].flat(f"{slot}/{name}"))
+                copy.put.view(tensors_of[copy.put.buffer]).copy_(values)
+        for share in parts.values():
+            for slot, number in headers[0]["numbers"].items():
+                value = torch.tensor(number, device=share.flat.device)
+                self._inner.state[share.flat][slot] = value if isinstance(number, float) else number
         for group in self._inner.param_groups if headers[0]["step"] is not None else ():
             group["step"] = headers[0]["step"]
         self._round()
         return headers[0]
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """{name: shape of the whole parameter} of all parameters that are trained."""
+        """Whole shapes of the trained parameters."""
         whole = whole_shapes(self._module.model, self._module.shards)
         named = self._module.model.named_parameters()
         return {name: whole[name] for name, parameter in named if parameter.requires_grad}
 
     def _refuse_other(self, folder: Path, headers: list[dict[str, Any]]) -> None:
         """Raise `UserError` unless the files of these headers are of a model like this one."""
-        found = dict(pair for header in headers for pair in header["shapes"].items())
-        wanted = {name: list(shape) for name, shape in self._shapes().items()}
-        for name in sorted(found.keys() | wanted.keys()):
-            if found.get(name) != wanted.get(name):
+        saved = dict(pair for header in headers for pair in header["shapes"].items())
+        expected = {name: list(shape) for name, shape in self._shapes().items()}
+        for name in sorted(saved.keys() | expected.keys()):
+            if saved.get(name) != expected.get(name):
                 raise UserError(
-                    f"{folder} is the state of another model: {name} is {found.get(name, 'absent')}"
-                    f" there and {wanted.get(name, 'absent')} here; set the model of the role to"
+                    f"{folder} is the state of another model: {name} is {saved.get(name, 'absent')}"
+                    f" there and {expected.get(name, 'absent')} here; set the model of the role to"
                     " the one that was trained, or set folder to a new one"
                 )
 
-    def _views(self, kind: str, parts: Mapping[str, _OwnPart]) -> dict[str, torch.Tensor]:
-        """{parameter: this rank's part of its tensor `kind`, such as exp_avg}. Before the
-        optimizer's first step there is none, and it is made, of zeros.
+    def _views(self, slot: str, parts: Mapping[str, _OwnPart]) -> dict[str, torch.Tensor]:
+        """{parameter: this rank's part of its tensor `slot`}; made of zeros before the first
+        optimizer step.
         """
-        if kind == MASTER:
-            return {name: part.of(part.flat) for name, part in parts.items()}
-        for part in parts.values():
-            state = self._inner.state[part.flat]
-            if kind not in state:
-                state[kind] = torch.zeros_like(part.flat.data)
-        return {name: part.of(self._inner.state[part.flat][kind]) for name, part in parts.items()}
+        if slot == MASTER:
+            return {name: share.of(share.flat) for name, share in parts.items()}
+        states = self._inner.state
+        for share in parts.values():
+            if slot not in states[share.flat]:
+                states[share.flat][slot] = torch.zeros_like(share.flat.data)
+        return {name: share.of(states[share.flat][slot]) for name, share in parts.items()}
 
     def _own(self) -> Iterator[tuple[str, _OwnPart, list[Box]]]:
-        """(name, place, boxes of the whole parameter) of what this rank holds of each trained
-        parameter of which it holds something.
-        """
+        """(name, share, boxes of the whole parameter) of what this rank holds."""
         model, shards = self._module.model, self._module.shards
         shapes, rank = self._shapes(), self._mesh.tensor.rank
         for name, parameter in model.named_parameters():
-            part = self._part(parameter) if parameter.requires_grad else None
-            if part is not None and part.count:
+            share = self._part(parameter) if parameter.requires_grad else None
+            if share is not None and share.count:
                 box = shard_box(name, shapes[name], shards.get(name), rank)
-                found = flat_boxes(box, part.start, part.start + part.count)
-                yield name, part, [one for one, _ in found]
+                regions = flat_boxes(box, share.start, share.start + share.count)
+                yield name, share, [inner for inner, _ in regions]
 
     def _part(self, parameter: Any) -> _OwnPart | None:
-        """Where DeepSpeed keeps this rank's part of a parameter; None where it has none."""
+        """Where DeepSpeed keeps this rank's part of a parameter, if it does."""
         if self._stage == 0:
             return _OwnPart(parameter, 0, 0, parameter.numel())
         if self._stage == 3:
@@ -200,7 +187,7 @@ class TrainState:
         return _OwnPart(flat, held.start, local.start, held.numel)
 
     def _slice(self, parameter: Any) -> tuple[int, int, int]:
-        """(group, offset, length) of this rank's padded slice of a parameter under ZeRO 3."""
+        """(group, offset, length) of this rank's padded slice under ZeRO 3."""
         optimizer = self._optimizer
         return optimizer.grad_position[optimizer.get_param_id(parameter)]
 
@@ -210,11 +197,11 @@ class TrainState:
             self._optimizer.update_lp_params()
         if self._stage < 3:
             return
-        for parameter in self._module.model.parameters():
-            one: Any = parameter
-            if one.requires_grad:
-                if one.ds_status == ZeroParamStatus.AVAILABLE:
-                    one.partition()  # DeepSpeed keeps small ones gathered, which would be stale
-                group, offset, length = self._slice(one)
+        parameters: Any = self._module.model.parameters()
+        for parameter in parameters:
+            if parameter.requires_grad:
+                if parameter.ds_status == ZeroParamStatus.AVAILABLE:
+                    parameter.partition()  # small ones stay gathered, and would be stale
+                group, offset, length = self._slice(parameter)
                 flat = self._optimizer.fp32_partitioned_groups_flat[group]
-                one.ds_tensor.data.copy_(flat.data.narrow(0, offset, length))
+                parameter.ds_tensor.data.copy_(flat.data.narrow(0, offset, length))

@@ -18,8 +18,8 @@ from megarl.run.evaluate import refuse_broken
 from megarl.settings.environments import EnvironmentConfig, OverlongConfig
 from megarl.settings.objectives import AlgorithmConfig
 from megarl.settings.training import OptimizerConfig
-from megarl.trainer.finite import first_broken
 from megarl.trainer.step import EmptySteps
+from megarl.trainer.zero import first_broken
 from megarl.weights.probe import Probe
 
 ALONE = Axis("world", 1, 0, (0,), None)
