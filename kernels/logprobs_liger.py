@@ -7,12 +7,7 @@ Entropies are rounded to the dtype of `hidden`, and a logit of -inf makes them N
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
-
-if TYPE_CHECKING:
-    from megarl.kernels.logprobs import VocabularyShard
 
 REFUSED = "log-prob backend 'liger' {}; choose backend 'chunked'"
 
@@ -22,7 +17,7 @@ def liger_logprobs(
     weight: torch.Tensor,
     targets: torch.Tensor,
     temperature: float,
-    shard: VocabularyShard | None,
+    shard: object | None,
     cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `logprobs.linear_logprobs`, on one CUDA GPU. Raises `ValueError` for `shard`, `cap`,
