@@ -286,8 +286,8 @@ def _batched(spans: list[MaskRegion], limits: RegionLimits) -> KernelCall:
     mask = None
     if spans[0].kind in MASKED:
         end = limits.upto[queries].minimum(k_last + 1)[:, :, None]
-        wanted = k_wanted[:, None]
-        hidden = (wanted >= end) | (wanted < limits.first[queries][:, :, None])
+        columns = k_wanted[:, None]
+        hidden = (columns >= end) | (columns < limits.first[queries][:, :, None])
         mask = torch.zeros(len(spans), n, m).masked_fill_(hidden, -torch.inf)[:, None]
     elif spans[0].kind == "full" and bool((k_wanted > k_last).any()):
         mask = torch.zeros(len(spans), m).masked_fill_(k_wanted > k_last, -torch.inf)[:, None, None]

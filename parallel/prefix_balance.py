@@ -173,7 +173,7 @@ class FamilyBalance:
             return [row]
         middle = len(row) // 2
         return [
-            part for half in (row[:middle], row[middle:]) for part in self._halved(half, budget)
+            piece for half in (row[:middle], row[middle:]) for piece in self._halved(half, budget)
         ]
 
     # Units by families.

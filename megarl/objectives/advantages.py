@@ -45,8 +45,8 @@ class _Groups:
 
 
 def check_rewards(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> None:
-    """Raise `ValueError` for tensors of different shapes, rewards that are NaN or beyond 1e18, or
-    negative token counts.
+    """Raise `ValueError` for different shapes, rewards that are NaN or beyond 1e18, or negative
+    counts.
     """
     if (
         rewards_N.dim() != 1
@@ -85,9 +85,7 @@ def _by_group(rewards_N: Tensor, groups_N: Tensor) -> _Groups:
 
 
 def _normalise_over_tokens(values_N: Tensor, tokens_N: Tensor) -> Tensor:
-    """(x - mean) / (population std + EPSILON) over the step, where a sample counts once per
-    response token; 0 without any.
-    """
+    """(x - mean) / (population std + EPSILON), where a sample counts once per response token."""
     trained_N = tokens_N > 0
     if not bool(trained_N.any()):
         return torch.zeros_like(values_N)
@@ -171,10 +169,8 @@ def rloo(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
 
 def reinforce_plus_plus(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
     """REINFORCE++, arXiv:2501.03262: (r - mean) / (std + 1e-6) over all response tokens of the
-    step, without a group baseline.
-
-    A KL penalty in r is that of the whole sequence. In the paper's eq. 8 token t gets the penalties
-    from t on only: `reinforce_plus_plus_tokens`.
+    step, without a group baseline. A KL penalty in r is that of the whole sequence; in eq. 8 token
+    t gets those from t on: `reinforce_plus_plus_tokens`.
     """
     check_rewards(rewards_N, groups_N, tokens_N)
     return _normalise_over_tokens(rewards_N, tokens_N)

@@ -180,7 +180,6 @@ def reinforce(
 
 
 def _where_trained(tokens_N: Tensor, divisors_N: Tensor) -> Tensor:
-    """[N] float64: 1 / divisor for samples with response tokens, else 0."""
     weights_N = torch.zeros(tokens_N.shape, dtype=torch.float64, device=tokens_N.device)
     trained_N = tokens_N > 0
     weights_N[trained_N] = 1.0 / divisors_N[trained_N].to(torch.float64)
@@ -202,8 +201,8 @@ def sequence(tokens_N: Tensor, config: AlgorithmConfig) -> Tensor:
 
 
 def constant(tokens_N: Tensor, config: AlgorithmConfig) -> Tensor:
-    """Tokens of short and long responses alike: 1 / (sequences x `config.constant_tokens`).
-    Dr.GRPO, arXiv:2503.20783, 3.2.
+    """Tokens of all responses alike: 1 / (sequences x `config.constant_tokens`). Dr.GRPO,
+    arXiv:2503.20783, 3.2.
     """
     return _where_trained(
         tokens_N, ((tokens_N > 0).sum() * config.constant_tokens).expand_as(tokens_N)
