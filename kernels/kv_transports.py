@@ -37,9 +37,7 @@ class Exchange(Protocol):
         ...
 
     def reduce_scatter(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The sum over ranks of `pieces[self.rank]`. Pieces may differ in the size of dimension 0.
-        Blocks.
-        """
+        """The sum over ranks of `pieces[self.rank]`, which may differ in dimension 0. Blocks."""
         ...
 
     def all_to_all(

@@ -71,7 +71,6 @@ def _rounded(a: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _bfloat16_products() -> Iterator[None]:
-    """A context in which oneDNN may round the factors of float32 products to bfloat16."""
     matmul = torch.backends.mkldnn.matmul
     before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
     try:
@@ -98,7 +97,7 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def gradient_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`product` for gradients: split factors are rounded to bfloat16 instead."""
+    """`product` for gradients, whose split factors are rounded to bfloat16."""
     if not (_in_parts and onednn_supports(a)):
         return product(a, b)
     with _bfloat16_products():

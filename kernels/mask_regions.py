@@ -247,7 +247,7 @@ def mask_regions_of(
 
 
 def _mask(span: MaskRegion, limits: RegionLimits) -> torch.Tensor:
-    """[n, m] float32: -inf for keys that a query does not attend to, else 0."""
+    """[n, m] float32: -inf for hidden keys, else 0."""
     keys, rows = span.keys()[None], slice(span.q0, span.q1)
     hidden = (keys >= limits.upto[rows, None]) | (keys < limits.first[rows, None])
     return torch.zeros(span.shape).masked_fill_(hidden, -torch.inf)
@@ -274,9 +274,7 @@ def _single(span: MaskRegion, limits: RegionLimits, masks: Masks) -> KernelCall:
 
 
 def _batched(spans: list[MaskRegion], limits: RegionLimits) -> KernelCall:
-    """One call for regions padded to one shape; in causal ones padding comes after every real
-    query.
-    """
+    """Padded to one shape; in causal regions padding comes after every real query."""
     n, m = max(span.shape[0] for span in spans), max(span.shape[1] for span in spans)
     edges = torch.tensor([(span.q0, span.q1 - 1, span.k0, span.k1 - 1) for span in spans])
     q_first, q_last, k_first, k_last = edges.T[:, :, None]

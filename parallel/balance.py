@@ -1,7 +1,4 @@
-"""Distribute samples evenly over ranks and packed sequences, by arithmetic on their lengths.
-
-Every rank computes the same, so that nothing is communicated.
-"""
+"""Distribute samples evenly over ranks and packed sequences, without communication."""
 
 from __future__ import annotations
 
@@ -13,10 +10,9 @@ ATTENTION_TOKENS = 4096.0
 """Number of keys to which attention costs a token about as much as its linear layers."""
 
 MOST_BOUNDED = 16
-"""`rows` bounds their number by the samples of which at most 1, 2, ... this many fit into one."""
+"""`rows` bounds their number by the samples of which at most 1, 2, ... so many fit into one."""
 
 Work = Callable[[int], float]
-"""Tokens of a sample -> its relative cost."""
 
 
 def attention_work(length: int) -> float:
@@ -25,9 +21,8 @@ def attention_work(length: int) -> float:
 
 
 def work_within(windows: Sequence[int | None]) -> Work:
-    """`attention_work` for layers with sliding `windows` in tokens (None: full attention).
-
-    In a window W a sample of L > W tokens has W * W / 2 + (L - W) * W pairs of query and key.
+    """`attention_work` for layers with sliding `windows` in tokens (None: full attention). In a
+    window W a sample of L > W tokens has W * W / 2 + (L - W) * W pairs of query and key.
     """
     layers = Counter(windows)
     if set(layers) <= {None}:
@@ -45,8 +40,8 @@ def work_within(windows: Sequence[int | None]) -> Work:
 
 
 def split_by_work(works: Sequence[float], parts: int) -> list[list[int]]:
-    """Assign samples to `parts` ranks greedily, the most work first: counts differ by at most 1,
-    and work is about even. Returns by rank the ascending indices.
+    """Assign samples to `parts` ranks greedily, the most work first: counts differ by at most 1.
+    Returns by rank the ascending indices.
     """
     base, extra = divmod(len(works), parts)
     # (load, rank, count); `extra` ranks may take one sample more than `base`.
@@ -70,7 +65,7 @@ def split_by_work(works: Sequence[float], parts: int) -> list[list[int]]:
 
 def rows(lengths: Sequence[int], budget: int, at_least: int = 1) -> list[list[int]]:
     """Pack samples evenly into at least `at_least` packed sequences of at most `budget` tokens; a
-    longer sample is alone. Returns by packed sequence the ascending indices.
+    longer sample is alone. Returns indices by packed sequence.
     """
     if not lengths:
         return [[] for _ in range(at_least)]
@@ -97,7 +92,7 @@ def rows(lengths: Sequence[int], budget: int, at_least: int = 1) -> list[list[in
 
 
 def rows_in_step(lengths_per_rank: Sequence[Sequence[int]], budget: int) -> list[list[list[int]]]:
-    """`rows` of each rank, equally many, so that ranks take their micro-batches in step."""
+    """`rows` of each rank, equally many, so that ranks stay in step."""
     needed = max(len(rows(lengths, budget)) for lengths in lengths_per_rank)
     while True:
         packed = [rows(lengths, budget, at_least=needed) for lengths in lengths_per_rank]

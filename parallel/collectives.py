@@ -24,9 +24,8 @@ from megarl.system.spans import Span, activity
 T = TypeVar("T")
 
 ASK_S = 0.25
-"""Longest pause, in seconds, between two reads of torch.distributed's store."""
+"""Longest pause between two reads of torch.distributed's store."""
 _waited = itertools.count()
-"""Numbers of the calls of `wait_for_first`, the same on all ranks."""
 
 
 def waits(doing: str, axis: Axis) -> Span:
@@ -68,7 +67,7 @@ def broadcast_object(value: T, axis: Axis, source: int = 0) -> T:
 
 
 def gather_objects(value: T, axis: Axis) -> list[T]:
-    """The small picklable values of all ranks, by rank. Collective."""
+    """The small picklable values of all ranks. Collective."""
     if axis.size == 1:
         return [value]
     values: list[Any] = [None] * axis.size
@@ -78,8 +77,8 @@ def gather_objects(value: T, axis: Axis) -> list[T]:
 
 
 def on_first(work: Callable[[], object], axis: Axis) -> str:
-    """Run `work` on rank 0 while the others wait. Returns everywhere the message of its exception,
-    "" on success. Collective.
+    """Run `work` on rank 0. Returns everywhere the message of its exception, "" on success.
+    Collective.
     """
     failure = ""
     if axis.rank == 0:
@@ -98,7 +97,7 @@ def barrier(axis: Axis) -> None:
 
 
 def wait_for_first(work: Callable[[], T], axis: Axis, what: str, timeout_s: float) -> T | None:
-    """Run `work` on the first rank, which gets its result or error; the others wait and get None.
+    """Run `work` on the first rank, which gets its result or error; the others get None.
     Collective.
 
     They poll torch.distributed's store, because NCCL would keep their GPUs busy, and raise
@@ -119,9 +118,7 @@ def wait_for_first(work: Callable[[], T], axis: Axis, what: str, timeout_s: floa
 
 
 def job_store() -> dist.Store:  # pyright: ignore[reportPrivateImportUsage]
-    """This job's key-value store, which ranks can poll for hours, whereas a collective has a
-    timeout.
-    """
+    """Ranks can poll it for hours, whereas a collective has a timeout."""
     # torch has no public name for it.
     return dist.distributed_c10d._get_default_store()
 

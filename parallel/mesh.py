@@ -35,7 +35,7 @@ class Axis:
     group: dist.ProcessGroup | None
     """None if and only if `size` is 1, because torch takes None for all ranks."""
     timeout_s: float = 0.0
-    """Deadline of collectives; 0 where there is none or it is not known."""
+    """Of collectives; 0 for none, or not known."""
 
 
 class ProcessMesh:
@@ -117,9 +117,8 @@ class ProcessMesh:
 
     def axis(self, name: str, groups: Sequence[tuple[int, ...]], *, own: bool = False) -> Axis:
         """Make a process group for each of `groups`, a partition of indices into the mesh's ranks;
-        returns this rank's. Collective over the whole job.
-
-        Axes with the same ranks share a process group, unless `own` asks for a separate one.
+        returns this rank's. Collective over the whole job. Axes with the same ranks share one,
+        unless `own` asks for another.
         """
         by_members = {} if own else self._made
         for members in groups:
@@ -160,8 +159,8 @@ class ProcessMesh:
 
 
 def _connect(axis: Axis) -> None:
-    """Have NCCL connect all ranks. The first `batch_isend_irecv` must not come from some alone, as
-    it does where a sliding window leaves others nothing to send.
+    """Have NCCL connect all ranks: the first `batch_isend_irecv` must not come from some alone, as
+    under a sliding window.
     """
     if axis.group is not None and dist.get_backend(axis.group) == "nccl":
         dist.all_reduce(torch.zeros(1, device=local_device()), group=axis.group)
@@ -177,7 +176,6 @@ def all_ranks(*, timeout_s: float | None = None) -> Axis:
 
 
 def _timeout_s(group: dist.ProcessGroup | None) -> float:
-    """0 for none; torch has no public name for it."""
     if group is None:
         return 0.0
     options = getattr(group._get_backend(local_device()), "options", None)
@@ -186,8 +184,8 @@ def _timeout_s(group: dist.ProcessGroup | None) -> float:
 
 
 def local_device() -> torch.device:
-    """The GPU of LOCAL_RANK, or the CPU where there is none or the user has hidden them. Raises
-    `UserError` where torch sees fewer GPUs than nvidia-smi or the launcher.
+    """The GPU of LOCAL_RANK, or the CPU where there is none or it is hidden. Raises `UserError`
+    where torch sees fewer GPUs than nvidia-smi or the launcher.
     """
     if torch.cuda.is_available():
         index = launcher.local_rank()
@@ -202,9 +200,8 @@ def local_device() -> torch.device:
 
 
 def initialise(*, timeout_s: float = 600.0) -> torch.device:
-    """Initialise torch.distributed and return this rank's device. Collective; without torchrun's
-    variables the job has one rank. Raises `RuntimeError` where ranks cannot connect, `UserError`
-    where this rank's GPU is missing.
+    """Returns this rank's device. Collective; without torchrun's variables the job has one rank.
+    Raises `RuntimeError` where ranks cannot connect, `UserError` where this rank's GPU is missing.
     """
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed requires it even for one rank
     device = local_device()
@@ -257,8 +254,8 @@ class DeepSpeedView:
         )
 
     def use(self) -> None:
-        """Make DeepSpeed use this mesh's groups: it keeps those of the engine made last, and
-        without ZeRO asks them at each gradient reduction.
+        """Make DeepSpeed use this mesh's groups instead of those of the engine made last, which it
+        asks at each gradient reduction without ZeRO.
         """
         from deepspeed.utils import groups
 

@@ -1,9 +1,8 @@
 """Tells a torchrun agent that another node of the job is gone, or that its ranks have failed.
 
 A rank that waits for rollouts is in no collective, and would not notice. Each node's agent
-therefore counts up a number in the store of torchrun's rendezvous, on node 0, which watches all
-others; they watch node 0. Threads beside the agent's own do it, because a call of the store to a
-dead node may never return.
+therefore counts up a number in the rendezvous' store on node 0, which watches all others; they
+watch node 0. Threads do it, because a call of the store to a dead node may never return.
 """
 
 from __future__ import annotations
@@ -23,24 +22,21 @@ from megarl.errors import UserError
 LOST_AFTER = "MEGARL_NODE_LOST_AFTER_S"
 """Environment variable with the seconds of silence after which a node is lost."""
 LOST_AFTER_S = 60.0
-"""Its default."""
 LEAST_S = 2.0
 """Its smallest value beside 0, which means never."""
 BEAT_S, BEATS = 2.0, 15
 """Signs of life: every `BEAT_S` seconds, or `BEATS` times in `LOST_AFTER` if that is more often."""
 JUDGE_S = 0.5
 ANSWERS_WITHIN_S = 5.0
-"""For the store to take in how this node's ranks ended, and for the agent to call
-`NodeWatch.problem`, before it is ended by force.
-"""
+"""For the store to take in how ranks ended, and for the agent to call `NodeWatch.problem`."""
 ENDS_WITHIN_S = 15.0
-"""For the agent and for ranks of other nodes to end without force."""
+"""For agents and ranks to end without force."""
 END = 2**40
 """When a node's ranks have ended, its number grows by this times (1 + their exit code)."""
 
 
 def lost_after_s(environment: Mapping[str, str] = os.environ) -> float:
-    """Infinity for never. Raises `UserError` for a value that is no number or too small."""
+    """Infinity for never. Raises `UserError` for a wrong value."""
     text = environment.get(LOST_AFTER, "") or str(LOST_AFTER_S)
     with contextlib.suppress(ValueError):
         seconds = float(text)
@@ -54,8 +50,8 @@ def lost_after_s(environment: Mapping[str, str] = os.environ) -> float:
 
 
 class NodeWatch:
-    """Watches over the nodes of a job in each node's torchrun agent. An agent that does not ask for
-    the `problem`, or does not end in time, is ended by force.
+    """Watches over the nodes of a job in each node's agent, which is ended by force if it does not
+    react.
     """
 
     def __init__(
@@ -67,14 +63,9 @@ class NodeWatch:
         shutdown_s: float,
         end: Callable[[], object],
     ) -> None:
-        """Start two threads. Raises `UserError` if LOST_AFTER is no number or too small.
-
-        Args:
-            store: that of torchrun's rendezvous, by a connection for this object alone.
-            node: number of this node, from 0.
-            num_nodes: number of nodes.
-            shutdown_s: seconds that ranks have to end after a signal.
-            end: ends this node's ranks and this process by force; called in a thread.
+        """Start two threads. `store`: that of torchrun's rendezvous, by a connection of its own.
+        `shutdown_s`: for ranks to end after a signal. `end`: ends ranks and this process by force;
+        called in a thread. Raises as `lost_after_s`.
         """
         self._store, self._node, self._lost_after_s = store, node, lost_after_s()
         self._shutdown_s, self._end = shutdown_s, end
@@ -98,8 +89,8 @@ class NodeWatch:
         return self._said
 
     def leave(self, code: int) -> None:
-        """Tell the other nodes that this node's ranks have ended. Blocks for at most 5 s; 4 s more
-        on node 0 after a failure, so that others can still read its store.
+        """Tell the other nodes that this node's ranks have ended. Blocks for at most 5 s, and 4 s
+        more on node 0 after a failure, so that others can still read its store.
         """
         self._ended = END * (1 + code)
         self._leaves.set()
@@ -107,12 +98,11 @@ class NodeWatch:
             time.sleep(2 * BEAT_S)
 
     def close(self) -> None:
-        """Call it before another rendezvous, which may have other nodes. Does not block."""
+        """Call it before another rendezvous. Does not block."""
         self._closed.set()
         self._leaves.set()
 
     def _look(self) -> None:
-        """Raises this node's number and reads the others'."""
         counts = dict.fromkeys(self._moved_at, 0)
         while not self._closed.is_set() and not self._left.is_set():
             with contextlib.suppress(RuntimeError):

@@ -1,9 +1,7 @@
 """Which tokens of a packed sequence are computed once: its samples as a tree of prefixes.
 
-    token ids that samples may share --chains--> prefixes that others have too --documents--> shared
-    prefixes and rests of samples, depth first
-
-Training computes the same documents as balancing counts.
+token ids that samples may share --chains--> prefixes that others have too --documents--> shared
+prefixes and rests of samples, depth first
 """
 
 from __future__ import annotations
@@ -28,11 +26,10 @@ class Prefix(NamedTuple):
 
 class Size(NamedTuple):
     length: int
-    """Tokens that are computed; of a tree, its copies too (`copied`)."""
+    """Tokens that are computed; of a tree, with copies (`copied`)."""
     prefixes: tuple[Prefix, ...] = ()
-    """Those that other samples have too, ascending by length; the last is all that the sample may
-    share, shorter than `length`. The longest one in two lists is what the two samples have in
-    common.
+    """Ascending by length; the last is all that the sample may share, shorter than `length`. The
+    longest one in two lists is what the two samples have in common.
     """
 
     @property
@@ -83,8 +80,7 @@ def chains(shareable: Sequence[np.ndarray]) -> list[tuple[Prefix, ...]]:
 
 def copied(branches: np.ndarray, mask: np.ndarray) -> list[int]:
     """Which `branches` ([B, 2], as `Samples.branches`) begin with a copy of the token that they
-    continue: a state predicts one token, so each further trained one needs a copy. `mask`: [T]
-    bool, trained tokens.
+    continue: a state predicts one token, so each further trained one needs a copy.
     """
     firsts, predicts = set(branches[:, 0].tolist()), set[int]()
     numbers = []
@@ -124,9 +120,9 @@ class _Set:
 
     members: list[int]
     begin: int
-    """Their tokens that are in documents already."""
+    """Tokens in documents already."""
     level: int
-    """Their prefixes that are known to be the same."""
+    """Prefixes known to be the same."""
     parent: int
     depth: int
     """Shared prefixes above."""

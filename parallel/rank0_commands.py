@@ -21,7 +21,6 @@ from megarl.parallel.collectives import ASK_S, job_store
 from megarl.system.spans import activity
 
 MOST_BEAT_S = 5.0
-"""Longest time between two signs of life of rank 0."""
 
 BEAT = "beat"
 
@@ -54,9 +53,7 @@ class Orders:
             self._given += 1
 
     def next(self) -> tuple[str, int]:
-        """Block on another rank until the next order, and return it. Raises `RuntimeError` after
-        `silence_s` or `longest_s`.
-        """
+        """Blocks on another rank. Raises `RuntimeError` after `silence_s` or `longest_s`."""
         key = str(self._taken)
         began = moved_at = looked_at = time.monotonic()
         pause_s, count = 0.01, b""

@@ -1,8 +1,7 @@
 """Splits of a packed sequence over the ranks of the sequence axis (context parallelism).
 
 `starts` [D + 1] are the first positions of D documents, then the length T. Splits return each
-rank's positions [L_r] int64, every position on exactly one rank. Nothing is padded, because
-attention is masked by position.
+rank's positions [L_r] int64. Nothing is padded, because attention is masked by position.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ def _join(pieces: list[torch.Tensor]) -> torch.Tensor:
 
 
 def contiguous(starts: list[int], size: int) -> list[torch.Tensor]:
-    """One part for each rank. The last rank has the most causal attention to compute."""
+    """The last rank has the most causal attention to compute."""
     edges = _edges(0, starts[-1], size)
     return [torch.arange(edges[rank], edges[rank + 1]) for rank in range(size)]
 
 
 def zigzag(starts: list[int], size: int) -> list[torch.Tensor]:
-    """2 P parts for P ranks: rank r gets r and 2 P - 1 - r, an even share of one document's
+    """Rank r of P gets parts r and 2 P - 1 - r of 2 P: an even share of one document's
     attention.
     """
     edges = _edges(0, starts[-1], 2 * size)
@@ -54,8 +53,8 @@ def zigzag_document(starts: list[int], size: int) -> list[torch.Tensor]:
 
 
 def striped(starts: list[int], size: int) -> list[torch.Tensor]:
-    """Rank r gets tokens r, r + P, r + 2 P, ...: even for documents of any lengths, but
-    neighbouring tokens are on different ranks.
+    """Rank r gets tokens r, r + P, r + 2 P, ...: even, but neighbouring tokens are on different
+    ranks.
     """
     return [torch.arange(starts[-1])[rank::size] for rank in range(size)]
 
@@ -89,7 +88,7 @@ def imbalance(
     seen: torch.Tensor | None = None,
 ) -> float:
     """Largest work of a rank divided by the mean. `seen` [T]: keys that each token attends to. With
-    `linear` the linear layers count too, as much as attention to 4096 keys.
+    `linear`, linear layers count too.
     """
     seen = keys_seen(starts) if seen is None else seen
     work = [
@@ -105,8 +104,8 @@ def cut(
     how: str = "auto",
     seen: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """Split by one of `CUTS`, or by the candidate with the most even work ("auto"). `seen` as in
-    `imbalance`, where documents continue others.
+    """By one of `CUTS`, or by the candidate with the most even work ("auto"). `seen` as in
+    `imbalance`.
     """
     edges = [int(edge) for edge in starts]
     if how != "auto":

@@ -47,7 +47,6 @@ class Shard:
         return [b - a for a, b in zip(self.edges[:-1], self.edges[1:], strict=True)]
 
     def take(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """A contiguous copy of a rank's part."""
         return whole.narrow(self.dim, self.edges[rank], self.lengths[rank]).clone(
             memory_format=torch.contiguous_format
         )
@@ -61,17 +60,15 @@ class Shard:
 
 
 def parameter(part: torch.Tensor, like: torch.Tensor) -> nn.Parameter:
-    """A parameter like `like`, which DeepSpeed counts on every tensor-parallel rank in gradient
-    norms.
-    """
+    """A parameter like `like`, which DeepSpeed counts on every rank in gradient norms."""
     weight = nn.Parameter(part, requires_grad=like.requires_grad)
     weight.tensor_model_parallel = True  # type: ignore[attr-defined]
     return weight
 
 
 def sum_gradient_over(parameter: torch.Tensor, axis: Axis) -> None:
-    """Have every backward pass sum the gradient over `axis`, which runs it together. For whole
-    weights that each rank uses for its own heads, as the norm of queries.
+    """Have every backward pass sum the gradient over `axis`: for whole weights that each rank uses
+    for its own heads, as the norm of queries.
     """
     parameter.register_hook(
         lambda grad: all_reduce(grad.clone(memory_format=torch.contiguous_format), axis)
@@ -79,8 +76,8 @@ def sum_gradient_over(parameter: torch.Tensor, axis: Axis) -> None:
 
 
 def sum_gradient_on_entry(module: nn.Module, axis: Axis) -> None:
-    """Have every backward pass sum the gradient of the module's input over `axis`: once for all
-    column-parallel layers in it.
+    """Have every backward pass sum the gradient of the module's input over `axis`, once for all its
+    column-parallel layers.
     """
 
     def enter(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -92,10 +89,8 @@ def sum_gradient_on_entry(module: nn.Module, axis: Axis) -> None:
 
 
 class ColumnParallelLinear(nn.Module):
-    """x [..., K], the same on all ranks, -> this rank's outputs [..., N / t]. `weight` [N / t, K],
-    `bias` [N / t].
-
-    The gradient of x is this rank's part; `sum_gradient_on_entry` sums the parts.
+    """x [..., K], the same on all ranks, -> this rank's outputs [..., N / t]. The gradient of x is
+    this rank's part; see `sum_gradient_on_entry`.
     """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, multiply: Multiply) -> None:
@@ -108,7 +103,7 @@ class ColumnParallelLinear(nn.Module):
 
 class SharedColumnLinear(nn.Module):
     """Outputs [first, first + count) of whole `weight` [N, K] and `bias` [N], whose gradients are
-    summed over `axis`: key and value projections with fewer heads than ranks.
+    summed over `axis`: keys and values with fewer heads than ranks.
     """
 
     def __init__(
@@ -135,9 +130,7 @@ class SharedColumnLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """This rank's inputs [..., K / t] -> the sum over `axis` [..., N]. `weight` [N, K / t]; `bias`
-    [N] is whole and added once.
-    """
+    """This rank's inputs [..., K / t] -> the sum over `axis` [..., N]. `bias` [N] is added once."""
 
     def __init__(
         self, weight: nn.Parameter, bias: nn.Parameter | None, axis: Axis, multiply: Multiply
@@ -152,10 +145,8 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabularyParallelEmbedding(nn.Module):
-    """Token ids [...] -> embeddings [..., K], the same on all ranks. `weight` [V / t, K] is for the
-    token ids from `first` on.
-
-    Token id `padding` gets no gradient. `scale` is rounded to the embeddings' dtype first.
+    """Token ids [...] -> embeddings [..., K], the same on all ranks. `weight` [V / t, K] begins at
+    token id `first`; `padding` gets no gradient; `scale` is rounded to the embeddings' dtype.
     """
 
     def __init__(
@@ -182,7 +173,7 @@ class VocabularyParallelEmbedding(nn.Module):
 
 
 def whole_shapes(model: nn.Module, shards: dict[str, Shard]) -> dict[str, tuple[int, ...]]:
-    """{parameter: shape of the whole}, where this rank has shards or ZeRO 3 partitions."""
+    """{parameter: shape of the whole}, where this rank may have a shard or ZeRO 3 partition."""
     shapes = {}
     for name, owned in model.named_parameters():
         shape = torch.Size(getattr(owned, "ds_shape", owned.shape))

@@ -34,9 +34,8 @@ class Started:
     max_staleness: int
     groups_per_step: int
     max_draws: int
-    """Groups, rejected ones included, after which a batch is complete."""
+    """Groups, rejected ones too, after which a batch is complete."""
     cut_bytes: int = 0
-    """Of an incomplete last line."""
     dispatch: str = ORDERED
     """Only written, as what follows, if not `ordered`."""
     used: list[int] = field(default_factory=list)
@@ -57,7 +56,6 @@ class Dispatched:
     """Row in the data set."""
     version: int
     seed: int
-    """Of the group's first rollout."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class RolloutRecord(NamedTuple):
     versions: list[tuple[int, int]]
     """[(version, number of consecutive tokens)]"""
     failure: str
-    """Why the verifier gave no score, such as "error"; "" if it gave one."""
+    """Why the verifier gave no score; "" if it gave one."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ class Ended:
 
     step: int
     failure: str = ""
-    """Why generation failed; empty if it has not."""
+    """Empty if generation has not failed."""
 
 
 Event = Started | Dispatched | Finished | Accepted | Rejected | Trained | Published | Ended
@@ -144,7 +142,6 @@ def to_record(event: Event) -> dict[str, Any]:
 
 
 def from_record(record: Mapping[str, Any]) -> Event:
-    """Raises `ValueError` for another dict."""
     values = dict(record)
     cls = KINDS.get(values.pop("event", ""))
     try:

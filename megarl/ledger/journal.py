@@ -58,7 +58,7 @@ def sealed(number: int, record: Mapping[str, Any], before: int) -> tuple[bytes, 
 
 
 def checksum(line: bytes, number: int, before: int) -> int | None:
-    """The CRC-32 of a complete line that has this number and follows `before`; otherwise None."""
+    """The CRC-32 of a whole line of this number that follows `before`; otherwise None."""
     seal = SEAL.fullmatch(line[-SEAL_BYTES:])
     if seal is None or not line.startswith(b'{"n":%d,' % number):
         return None
@@ -89,7 +89,6 @@ class Reader:
         """Of the incomplete end, once everything has been read."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Without the first line's record, `n` and `crc`."""
         for line in self.lines():
             if self.num_lines > 1:
                 record = parse_json(line[:-SEAL_BYTES] + b"}")
@@ -103,7 +102,7 @@ class Reader:
         return self.torn_bytes
 
     def lines(self) -> Iterator[bytes]:
-        """Complete lines with their newline, the first one included."""
+        """With their newline, the first one included."""
         self.num_lines, self.num_bytes, self.checksum, self.torn_bytes = 0, 0, 0, 0
         with self.path.open("rb") as file:
             for line in file:
@@ -126,7 +125,6 @@ class Reader:
 
 
 def _run_id(path: Path, line: bytes) -> str:
-    """Raises `ValueError` if the line is another, damaged, or of a newer format."""
     try:
         record = parse_json(line)
     except ValueError:  # of JSON or of UTF-8
@@ -270,7 +268,7 @@ def position(path: Path) -> dict[str, int | str]:
 
 
 def difference(path: Path, before: Mapping[str, int | str]) -> str:
-    """Why the file no longer has the lines at `position` `before`; "" if it has."""
+    """Why the lines at position `before` are gone; "" if they are not."""
     if not before:
         return ""
     size = int(before["bytes"])

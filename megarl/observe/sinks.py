@@ -168,7 +168,7 @@ def wandb(config: ObserveConfig, folder: Path, first_step: int, recipe: Recipe) 
 MLFLOW_ID = "mlflow_id.txt"
 """File with the id of the MLflow run, in which a resumed run goes on."""
 REFUSED = re.compile(r"[^\w./: -]")
-"""Characters in a name for which MLflow refuses a whole step; "_" is sent instead."""
+"""MLflow refuses a step with these in a name; "_" is sent instead."""
 
 
 def mlflow(config: ObserveConfig, folder: Path, first_step: int, recipe: Recipe) -> Sink:
@@ -245,9 +245,7 @@ def trackio(config: ObserveConfig, folder: Path, first_step: int, recipe: Recipe
 
 
 def open_sinks(config: ObserveConfig, folder: Path, first_step: int, recipe: Recipe) -> list[Sink]:
-    """Raises `ImportError` without a viewer's package, which is checked earlier, and as
-    `mlflow`.
-    """
+    """Raises `ImportError` without a viewer's package, and as `mlflow`."""
     asked = {
         wandb: config.wandb_project,
         mlflow: config.mlflow_experiment,

@@ -24,7 +24,7 @@ class Bucket:
     """Buffers of a receiving rank, or parts of them, in one block of memory."""
 
     number: int
-    """In the order of transfer, from 0."""
+    """From 0."""
     offsets: Mapping[str, int]
     """{buffer: its first byte in the block}"""
     sizes: Mapping[str, int]
@@ -32,11 +32,9 @@ class Bucket:
     starts: Mapping[str, int]
     """{buffer: index in the whole buffer of the first element in this bucket}"""
     itemsize: int
-    """Bytes of an element."""
 
     @cached_property
     def num_bytes(self) -> int:
-        """Bytes of the block."""
         return max(
             (
                 self.offsets[name] + _aligned(size * self.itemsize)
@@ -74,8 +72,8 @@ def make_buckets(owned: Owned, itemsize: int, limit_bytes: int) -> list[Bucket]:
     """Group a destination rank's buffers, in order, into buckets of at most `limit_bytes`.
 
     Buffers of one module (`layer.weight`, `layer.bias`) stay together where they fit, because
-    engines rebuild whole modules. A buffer without whole rows of equal length (a ZeRO slice) is not
-    split and may exceed the limit, as may a single row.
+    engines rebuild whole modules. A buffer without whole rows (a ZeRO slice) is not split and may
+    exceed the limit, as may a single row.
     """
     widths = _widths(owned)
     modules: dict[str, list[str]] = {}

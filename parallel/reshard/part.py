@@ -76,7 +76,7 @@ class PlanPart:
         kinds: Kinds,
         local: Mapping[int, int] | None = None,
     ) -> None:
-        """Compute who sends what, without making copies. Raises as `make_plan`.
+        """Compute who sends what. Raises as `make_plan`.
 
         Args:
             sources: by source rank, what it has of the tensors that stand for others.

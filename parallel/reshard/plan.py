@@ -23,10 +23,9 @@ class Copy(NamedTuple):
 
     source: int
     taken: Piece
-    """Where the box lies in the source rank's buffer."""
+    """Where the box lies in the source rank's buffer, as `put` in the destination's."""
     destination: int
     put: Piece
-    """Where it goes in the destination rank's buffer."""
 
     @property
     def tensor(self) -> str:
