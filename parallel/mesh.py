@@ -167,7 +167,9 @@ def _connect(axis: Axis) -> None:
 
 
 def all_ranks(*, timeout_s: float | None = None) -> Axis:
-    """An axis of every rank of the job. Collective where `timeout_s` differs from the job's."""
+    """An axis of every rank of the job. Collective with `timeout_s`, which makes a process
+    group.
+    """
     size = dist.get_world_size()
     group = dist.group.WORLD if size > 1 else None
     if timeout_s is not None and size > 1:
@@ -254,8 +256,8 @@ class DeepSpeedView:
         )
 
     def use(self) -> None:
-        """Make DeepSpeed use this mesh's groups instead of those of the engine made last, which it
-        asks at each gradient reduction without ZeRO.
+        """Make DeepSpeed use this mesh's groups. It has those of the engine made last, and asks
+        them at each gradient reduction without ZeRO.
         """
         from deepspeed.utils import groups
 
