@@ -18,8 +18,6 @@ from megarl.parallel.prefix_tree import Document, Size, documents, families
 
 GAIN = 0.02
 """A way that computes more tokens has to lower the largest work of a rank by this fraction."""
-PATIENCE = 2
-"""Attempts per rank, without less work, after which the search for families to divide ends."""
 BISECTIONS = 16
 """Steps that divide consecutive units into ranges of about equal cost."""
 
@@ -207,31 +205,9 @@ class FamilyBalance:
         # as well be on several ranks.
         fitting = [chunk for family in whole for chunk in self._fitting(family, budget)]
         chunks = [(self.work(chunk), chunk) for chunk in fitting]
-        yield _dealt(chunks, parts)[0]
+        yield _dealt(chunks, parts)
         if parts > 1:
-            yield self._split_of_largest(chunks, parts)
             yield self._split_in_line(fitting, parts)
-
-    def _split_of_largest(
-        self, chunks: Sequence[tuple[float, list[int]]], parts: int
-    ) -> list[list[int]]:
-        """Halve the largest chunk of the fullest rank and deal (work, units) out again, while that
-        helps.
-        """
-        best, least, left = _dealt(chunks, parts)[0], float("inf"), PATIENCE * parts
-        chunks = list(chunks)
-        while left:
-            dealt, loads, held = _dealt(chunks, parts)
-            fullest = max(range(parts), key=lambda rank: loads[rank])
-            left -= 1
-            if loads[fullest] < least:
-                best, least, left = dealt, loads[fullest], PATIENCE * parts
-            divisible = [index for index in held[fullest] if len(chunks[index][1]) > 1]
-            if not divisible:
-                break
-            _, family = chunks.pop(max(divisible, key=lambda index: chunks[index][0]))
-            chunks += [(self.work(index), index) for index in self._in_two(family)]
-        return best
 
     def _split_in_line(self, chunks: Sequence[Sequence[int]], parts: int) -> list[list[int]]:
         """One chunk after the other: fewer chunks than ranks are divided."""
@@ -243,12 +219,6 @@ class FamilyBalance:
                 paths[unit] = [index + len(costs) for index in path]
             costs += map(self._work, documents)
         return _evenly(paths, costs, parts, sum(costs))
-
-    def _in_two(self, family: Sequence[int]) -> list[list[int]]:
-        prefix = self._units[family[0]].shareable
-        works = [self._cost(self._units[n].length - prefix) for n in family]
-        halves = split_by_work(works, 2)
-        return [[family[index] for index in half] for half in halves]
 
     def _rows_by_families(
         self, dealt: Sequence[Sequence[int]], budget: int
@@ -298,22 +268,17 @@ class FamilyBalance:
         ]
 
 
-def _dealt(
-    chunks: Sequence[tuple[float, Sequence[int]]], parts: int
-) -> tuple[list[list[int]], list[float], list[list[int]]]:
-    """Deal (work, units) out to ranks, the most work first, each to the rank with the least so far.
-    Returns by rank its units, its work and the indices of its chunks.
+def _dealt(chunks: Sequence[tuple[float, list[int]]], parts: int) -> list[list[int]]:
+    """By rank its units of `chunks`, (work, units): the most work first, each to the rank with the
+    least so far.
     """
     heap = [(0.0, rank) for rank in range(parts)]
-    dealt, held = [list[int]() for _ in range(parts)], [list[int]() for _ in range(parts)]
-    for i in sorted(range(len(chunks)), key=lambda i: (-chunks[i][0], chunks[i][1])):
-        work, units = chunks[i]
+    dealt = [list[int]() for _ in range(parts)]
+    for work, units in sorted(chunks, key=lambda chunk: (-chunk[0], chunk[1])):
         load, rank = heap[0]
         heapq.heapreplace(heap, (load + work, rank))
         dealt[rank] += units
-        held[rank].append(i)
-    loads = [load for load, _ in sorted(heap, key=lambda i: i[1])]
-    return dealt, loads, held
+    return dealt
 
 
 def _filled(
