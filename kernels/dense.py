@@ -69,7 +69,7 @@ def _scores(
 def _grouped(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
 ) -> tuple[tuple[int, int], torch.Tensor, torch.Tensor, torch.Tensor]:
-    """((Hkv, query heads of each), q, k, v), with a dimension for the group."""
+    """((Hkv, query heads of each), q, k, v)"""
     heads = (k.shape[1], q.shape[1] // k.shape[1])
     dtype = torch.promote_types(q.dtype, torch.float32 if mask is None else mask.dtype)
     return heads, q.to(dtype).unflatten(1, heads), k.to(dtype)[:, :, None], v.to(dtype)[:, :, None]

@@ -222,10 +222,8 @@ def _add_rows(total: torch.Tensor, chosen: torch.Tensor | None, part: torch.Tens
 
 
 class AllGather:
-    """All-gather of keys and values; in backward a reduce-scatter of their gradients.
-
-    Within a sliding window, all-to-all sends each rank only those that its queries attend to, and
-    their gradients back.
+    """All-gather of keys and values; in backward a reduce-scatter of their gradients. Within a
+    sliding window, all-to-all of those that queries attend to, both ways.
     """
 
     @staticmethod

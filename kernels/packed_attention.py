@@ -42,7 +42,7 @@ ALIGNED = 8
 """Torch's memory-efficient kernel takes multiples of this head width."""
 
 TRIED_LENGTHS = (1, 7, 130)
-"""Tokens of the documents on which a kernel is compared with the reference."""
+"""Tokens of the documents of that comparison."""
 TRIED_HEADS = (8, 2, 128)
 """Query heads, KV heads and head width on which FlashAttention-4 is compared for `auto`."""
 TRIED_ROUNDINGS = 8
@@ -140,7 +140,7 @@ def varlen_kernel(
 
 @functools.cache
 def automatic_attention(dtype: torch.dtype, device: torch.device) -> tuple[PackedBackend, str]:
-    """(what `auto` means for this dtype and device, why). The first call compares kernels."""
+    """(what `auto` means here, why). The first call compares kernels."""
     capability = _capability(device)
     shown = f"compute capability {capability[0]}.{capability[1]}"
     if device.type != "cuda":

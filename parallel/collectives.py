@@ -29,7 +29,7 @@ _waited = itertools.count()
 
 
 def waits(doing: str, axis: Axis) -> Span:
-    """Puts a collective that lasts longer than a second into this process's trace."""
+    """Puts a collective of more than a second into this process's trace."""
     what = f"{doing} over {axis.name}"
     return activity(what, kind="wait", of=axis.ranks, deadline_s=axis.timeout_s, quiet=True)
 

@@ -50,9 +50,7 @@ def _nvidia_smi(*arguments: str, stderr: int) -> tuple[int, str]:
 
 
 def driver_gpus() -> list[DriverGpu]:
-    """What nvidia-smi lists, whatever CUDA_VISIBLE_DEVICES shows; empty where it fails or is
-    missing.
-    """
+    """What nvidia-smi lists, whatever CUDA_VISIBLE_DEVICES shows; empty where it fails."""
     # A driver before 450 knows no MIG, and answers no query that names it.
     for fields in ("name,driver_version,mig.mode.current", "name,driver_version"):
         query = (f"--query-gpu={fields}", "--format=csv,noheader")
@@ -68,9 +66,7 @@ def driver_gpus() -> list[DriverGpu]:
 
 
 def failure() -> str:
-    """Why nvidia-smi fails beside an NVIDIA GPU, as after an update of the driver without a reboot;
-    "" otherwise.
-    """
+    """Why nvidia-smi fails beside an NVIDIA GPU, as after an update of the driver; "" otherwise."""
     files = sorted(glob.glob(DEVICE_FILES))
     if not files or shutil.which("nvidia-smi") is None:
         return ""

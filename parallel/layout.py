@@ -50,9 +50,7 @@ class Layout:
         return rank
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """A partition of all ranks into those that differ only along `axes`, ascending; the same on
-        every rank.
-        """
+        """All ranks, grouped by those that differ only along `axes`; the same on every rank."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.size):
             coordinates = self.coordinates(rank)

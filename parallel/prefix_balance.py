@@ -42,7 +42,7 @@ class FamilyBalance:
         Args:
             sizes: length of each sample and the prefixes that it may share.
             saves: fraction (0 to 1) of its samples' tokens that sharing a prefix must save.
-            windows: by layer, the sliding window in tokens or None; empty where no layer has one.
+            windows: by layer, the sliding window in tokens or None; empty for none.
             together: samples of a unit; divides their number.
         """
         self.sizes, self.saves, self.together = sizes, saves, together
@@ -139,7 +139,7 @@ class FamilyBalance:
         return self.tokens(members) < sum(map(self.tokens, self._families(members)))
 
     def _paths(self, members: Iterable[int]) -> tuple[dict[int, list[int]], list[Document]]:
-        """({unit: indices of all documents that hold tokens of it}, the documents), in the tree's
+        """({unit: indices of the documents that hold its tokens}, the documents), in the tree's
         order.
         """
         documents = self._documents(members)
@@ -164,9 +164,7 @@ class FamilyBalance:
         return [rows + [[] for _ in range(most - len(rows))] for rows in packed]
 
     def _halved(self, row: list[int], budget: int) -> list[list[int]]:
-        """`row` in parts that fit into `budget`: it may save too little to share, although a larger
-        row does.
-        """
+        """`row` in parts within `budget`, which may save too little to share."""
         if len(row) < 2 or self.tokens(row) <= budget:
             return [row]
         middle = len(row) // 2

@@ -102,9 +102,7 @@ def _agreed(a: bytes, b: bytes) -> int:
 
 
 def _least(agreed: Sequence[int]) -> list[tuple[int, ...]]:
-    """By sorted sample, the tokens in common with those before it. `agreed`: with the one
-    before.
-    """
+    """By sorted sample, the tokens in common with those before. `agreed`: with the one before."""
     stack, in_common = list[int](), [tuple[int, ...]()]
     for number in agreed:
         while stack and stack[-1] >= number:
@@ -133,10 +131,9 @@ class _Set:
 def documents(
     sizes: Sequence[Size], members: Iterable[int], *, saves: float, deepest: int = DEEPEST
 ) -> list[Document]:
-    """How one packed sequence computes the samples `members` (indices into `sizes`), depth first.
-
-    A prefix is shared if that saves tokens, and at least the fraction `saves` (0 to 1) of its
-    samples'. `deepest`: most prefixes that a sample continues.
+    """How one packed sequence computes the samples `members` (indices into `sizes`), depth first. A
+    prefix is shared if that saves tokens, and at least the fraction `saves` (0 to 1) of its
+    samples'.
     """
     docs: list[Document] = []
     everyone = list(members)
@@ -189,7 +186,7 @@ def families(sizes: Sequence[Size], members: Iterable[int]) -> list[list[int]]:
 
 
 def _common(sizes: Sequence[Size], members: Sequence[int], at_least: int) -> int:
-    """First `prefixes` that all `members` share; the caller knows `at_least` of them."""
+    """First `prefixes` that all `members` share, `at_least` so many."""
     first = sizes[members[0]].prefixes
     level = len(first)
     for n in members:

@@ -33,7 +33,7 @@ class Orders:
 
         Args:
             silence_s: without a sign of life of rank 0 for so long, `next` raises.
-            longest_s: without an order for so long, `next` raises although rank 0 lives.
+            longest_s: without an order for so long, `next` raises.
             name: the same on all ranks, where there are several `Orders`.
         """
         self.silence_s, self.longest_s = silence_s, longest_s

@@ -1,6 +1,4 @@
-"""Arrays of samples from the ranks that have them to those that want them. Every rank plans the
-same transfers, so that no plan has to travel.
-"""
+"""Arrays of samples from the ranks that have them to those that want them."""
 
 from __future__ import annotations
 
@@ -24,15 +22,14 @@ class Redistribution:
         targets: Sequence[Sequence[int]],
         axis: Axis,
     ) -> None:
-        """Plan the exchange, without communication; arguments are the same on every rank.
+        """Plan the exchange, alike on every rank and without communication. Of the ranks that have
+        a sample, the one that sends the least so far sends it.
 
         Args:
             lengths: number of values (tokens) of each sample.
             sources: by sample, the ranks that have it, as indices on `axis`.
             targets: by sample, the ranks that want it, as indices on `axis`.
             axis: the ranks that exchange.
-
-        Of the ranks that have a sample, the one that sends the least so far sends it.
         """
         self._lengths, self._axis = lengths, axis
         self._sends: dict[tuple[int, int], list[int]] = {}

@@ -39,7 +39,7 @@ def zigzag(starts: list[int], size: int) -> list[torch.Tensor]:
 
 
 def zigzag_document(starts: list[int], size: int) -> list[torch.Tensor]:
-    """`zigzag` of each document by itself, for an even share with documents of any lengths."""
+    """`zigzag` of each document: even for any lengths."""
     owned: list[list[torch.Tensor]] = [[] for _ in range(size)]
     for number, (first, last) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
         edges = _edges(first, last, 2 * size)
@@ -68,7 +68,7 @@ CUTS: dict[str, Cut] = {
 """{`training.sequence.cut`: split}"""
 
 CANDIDATES = ("contiguous", "zigzag", "zigzag_document")
-"""Splits of `auto`, the one with the fewest messages for short documents first."""
+"""Of `auto`, the one with the fewest messages for short documents first."""
 
 TIE = 1.005
 """A later candidate must be better by this factor."""

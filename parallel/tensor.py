@@ -38,7 +38,6 @@ class Shard:
 
     @property
     def whole(self) -> int:
-        """Indices of the whole tensor in dimension `dim`."""
         return self.edges[-1]
 
     @property
@@ -76,9 +75,7 @@ def sum_gradient_over(parameter: torch.Tensor, axis: Axis) -> None:
 
 
 def sum_gradient_on_entry(module: nn.Module, axis: Axis) -> None:
-    """Have every backward pass sum the gradient of the module's input over `axis`, once for all its
-    column-parallel layers.
-    """
+    """As `sum_gradient_over` for the module's input: once for all its column-parallel layers."""
 
     def enter(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if args:

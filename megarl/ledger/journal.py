@@ -35,7 +35,7 @@ FILE = "ledger.jsonl"
 FORMAT = 1
 
 WRITE_WITHIN_S = 0.25
-"""After which records are written and synced together."""
+"""After which records are synced together."""
 
 SYNC_TIMEOUT_S = 60.0
 """For records to be on the disk."""
@@ -67,8 +67,8 @@ def checksum(line: bytes, number: int, before: int) -> int | None:
 
 
 class Reader:
-    """Iterating gives the records of a journal. An incomplete end, which a killed process leaves,
-    is passed over.
+    """Iterating gives the records of a journal, without the incomplete end that a killed process
+    leaves.
 
     Raises:
         OSError: the file cannot be read.
@@ -197,9 +197,7 @@ class Journal:
         return line
 
     def append(self, record: Callable[[], Mapping[str, Any]]) -> None:
-        """The writing thread calls `record` later. Raises `UserError` if writing has failed
-        before.
-        """
+        """The writing thread calls `record` later. Raises `UserError` if it has failed before."""
         with self._changing:
             if self._failure is not None:
                 raise self._failure

@@ -71,8 +71,7 @@ class Recorder:
         swept: Sequence[int] = (),
     ) -> None:
         """The batch of `step` (from 0) is complete. `drawn`: {ordinal: why it is rejected} of all
-        looked at; `accepted`: those trained on; `swept`: unfinished groups that are rejected as
-        stale.
+        looked at; `accepted`: those trained on; `swept`: unfinished, rejected as stale.
         """
         for ordinal, reason in drawn.items():
             rejected = Rejected(ordinal, step + 1, reason)
@@ -93,7 +92,7 @@ class Recorder:
             await asyncio.to_thread(self._journal.sync)
 
     async def end(self, failure: BaseException | None) -> None:
-        """Wait until everything is on the disk, and close the file. May be called twice."""
+        """Close the file, with everything on the disk. May be called twice."""
         if self._journal is None:
             return
         if self._is_started:

@@ -206,7 +206,7 @@ _SHOWN = (
 
 
 def shown_metrics(metrics: Mapping[str, float | None], *, separator: str = "  ") -> str:
-    """The main metrics of a training step as one line, without those that are missing or None."""
+    """The main metrics of a step in one line, without missing ones."""
     # A policy gradient's loss says nothing about progress.
     hidden = {"loss"} if "reward/mean" in metrics else set()
     hidden |= {"tokens/trained_per_s"} if "tokens/generated_per_s" in metrics else set()

@@ -40,7 +40,6 @@ class Box(NamedTuple):
         return self.rows * self.columns
 
     def meet(self, other: Box) -> Box | None:
-        """The intersection with `other`; None if it is empty."""
         top, bottom = max(self.top, other.top), min(self.bottom, other.bottom)
         left, right = max(self.left, other.left), min(self.right, other.right)
         return Box(top, bottom, left, right) if top < bottom and left < right else None
