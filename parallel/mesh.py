@@ -101,7 +101,7 @@ class ProcessMesh:
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._groups: list[dist.ProcessGroup] = []
         self._alone: dist.ProcessGroup | None = None
-        self._made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._by_members: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         for name, axes in self.USES.items():
             setattr(self, name, self.axis(name, layout.groups(*axes)))
         shared = layout.groups("sequence")
@@ -120,7 +120,7 @@ class ProcessMesh:
         returns this rank's. Collective over the whole job. Axes with the same ranks share one,
         unless `own` asks for another.
         """
-        by_members = {} if own else self._made
+        by_members = {} if own else self._by_members
         for members in groups:
             if len(members) > 1 and members not in by_members:
                 # Every rank of the job makes every group, in this order: torch requires it.

@@ -74,7 +74,7 @@ class NodeWatch:
         """{node: `time.monotonic` of its last sign of life}"""
         self._failed: dict[int, tuple[int, float]] = {}
         """{node: (exit code of its ranks, `time.monotonic` of that)}"""
-        self._said = ""
+        self._problem = ""
         self._ended = 0
         """What to add to this node's number, once its ranks have ended."""
         self._leaves, self._left, self._heard, self._closed = (threading.Event() for _ in range(4))
@@ -84,9 +84,9 @@ class NodeWatch:
 
     def problem(self) -> str:
         """Why the agent is to end, also printed; "" if it may go on. Does not block."""
-        if self._said:
+        if self._problem:
             self._heard.set()
-        return self._said
+        return self._problem
 
     def leave(self, code: int) -> None:
         """Tell the other nodes that this node's ranks have ended. Blocks for at most 5 s, and 4 s
@@ -129,7 +129,7 @@ class NodeWatch:
             if self._closed.wait(JUDGE_S) or self._left.is_set():
                 return
         print(f"megarl: {problem}; the ranks of this node are ended", file=sys.stderr, flush=True)
-        self._said = problem
+        self._problem = problem
         if self._heard.wait(ANSWERS_WITHIN_S):
             time.sleep(self._shutdown_s + ENDS_WITHIN_S)
         self._end()

@@ -39,7 +39,7 @@ class Orders:
         self.silence_s, self.longest_s = silence_s, longest_s
         self._beat_s = min(MOST_BEAT_S, silence_s / 4)
         self._store = distributed_c10d.PrefixStore(f"megarl/{name}", job_store())
-        self._given = self._taken = 0
+        self._num_given = self._num_read = 0
         self._is_first = dist.get_rank() == 0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="orders", daemon=True)
@@ -49,12 +49,12 @@ class Orders:
     def give(self, order: str, step: int) -> None:
         """Only rank 0 does something; it does not wait for the others."""
         if self._is_first:
-            self._store.set(str(self._given), json.dumps([order, step]))
-            self._given += 1
+            self._store.set(str(self._num_given), json.dumps([order, step]))
+            self._num_given += 1
 
     def next(self) -> tuple[str, int]:
         """Blocks on another rank. Raises `RuntimeError` after `silence_s` or `longest_s`."""
-        key = str(self._taken)
+        key = str(self._num_read)
         began = moved_at = looked_at = time.monotonic()
         pause_s, count = 0.01, b""
         with activity("orders", kind="wait", of=[0], deadline_s=self.silence_s):
@@ -76,7 +76,7 @@ class Orders:
                         f"rank 0 lives, but has given no order for {self.longest_s:g} s, longer"
                         " than rollouts and evaluations may take"
                     )
-        self._taken += 1
+        self._num_read += 1
         order, step = json.loads(self._store.get(key))
         return order, step
 

@@ -64,8 +64,8 @@ class Writing:
         self.committed_s = 0.0
         """On rank 0, from the start."""
         self._reports, self._rank, self._num_ranks = reports_of(folder), rank, num_ranks
-        self._told: Sequence[Digests] | None = None
-        self._is_told = threading.Event()
+        self._gathered: Sequence[Digests] | None = None
+        self._has_reports = threading.Event()
         name = f"checkpoint of step {step}"
         self._written = in_thread(name, lambda: self._write(write))
         self._committed = in_thread(name, lambda: self._collect(commit)) if rank == 0 else None
@@ -84,15 +84,15 @@ class Writing:
         """On rank 0, wait for the commit; returns as `wait_written`. `reported`: by rank, for a
         file system that does not show the reports yet.
         """
-        self._told = reported
-        self._is_told.set()
+        self._gathered = reported
+        self._has_reports.set()
         assert self._committed is not None
         return _outcome(self._committed, timeout_s, f"it was not committed after {timeout_s:.0f} s")
 
     def give_up(self, timeout_s: float) -> bool:
         """Keep this rank's threads from committing; returns whether they have ended in time."""
-        self._told = None
-        self._is_told.set()
+        self._gathered = None
+        self._has_reports.set()
         threads: list[Future[Any]] = [self._written, self._committed or self._written]
         return not wait(threads, timeout_s).not_done
 
@@ -162,10 +162,10 @@ class Writing:
                         reported[rank] = json.loads(path.read_text())
                         if PROBLEM in reported[rank]:
                             raise OSError(f"rank {rank}: {reported[rank][PROBLEM]}")
-                if len(reported) < self._num_ranks and self._is_told.wait(LOOK_S):
-                    reported = dict(enumerate(self._told or ()))
+                if len(reported) < self._num_ranks and self._has_reports.wait(LOOK_S):
+                    reported = dict(enumerate(self._gathered or ()))
                     break
-            if self._told is not None or not self._is_told.is_set():
+            if self._gathered is not None or not self._has_reports.is_set():
                 commit({name: digest for own in reported.values() for name, digest in own.items()})
         finally:
             self.committed_s = time.monotonic() - started_at
