@@ -42,7 +42,7 @@ ALIGNED = 8
 """Torch's memory-efficient kernel takes multiples of this head width."""
 
 TRIED_LENGTHS = (1, 7, 130)
-"""Tokens of the documents of that comparison."""
+"""Tokens of the documents on which kernels are compared with the reference."""
 TRIED_HEADS = (8, 2, 128)
 """Query heads, KV heads and head width on which FlashAttention-4 is compared for `auto`."""
 TRIED_ROUNDINGS = 8

@@ -77,7 +77,7 @@ if TYPE_CHECKING:
 @dataclass(kw_only=True, eq=False)
 class Checkpoints:
     """Writes and restores the checkpoints of one run folder. All ranks with a part of a trained
-    model create it, and all methods but `close` are collective over them.
+    model create it, and call `save`, `finish` and `load` together.
     """
 
     folder: Path = field(kw_only=False)

@@ -31,7 +31,7 @@ NO_VERDICTS = "no verdicts"
 """Fewer than two rollouts of a group have a verdict."""
 
 LONGEST_FAILURE = 300
-"""Characters that are kept of it."""
+"""Characters that are kept of why generation failed."""
 
 
 class Recorder:
