@@ -7,11 +7,11 @@ from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
 
-INIT = Path(__file__).parent / "megarl" / "__init__.py"
+VERSION = Path(__file__).parent / "megarl" / "system" / "version.py"
 
 setup(
     name="megarl",
-    version=re.findall(r'^__version__ = "(.+)"', INIT.read_text(), re.M)[0],
+    version=re.findall(r'^__version__ = "(.+)"', VERSION.read_text(), re.M)[0],
     description=(
         "Reinforcement learning of language models on long chains of thought, under any parallel"
         " layout"

@@ -1,20 +1,21 @@
 """Triton kernels of block attention: forward, and the gradients of keys and values and of queries.
 `block_triton.py` launches them.
 
-Every kernel is given lists of tiles to visit (made by `visits` in `tiles.py`): first runs of tiles
-that are seen completely, which need no mask, then runs seen in part, whose positions are compared.
-Scores are kept in base 2: exp(scale x) = exp2(scale2 x) with scale2 = scale log2(e). The online
-softmax starts from the `out` and `lse` of earlier blocks (maximum = lse, sum = 1). There are no
-atomics: equal inputs give equal bits.
+Every kernel visits the tiles in its work list (`visits` in `tiles.py`): first runs seen completely,
+without a mask, then runs seen in part, whose positions are compared. Scores are in base 2:
+exp(scale x) = exp2(scale2 x) with scale2 = scale log2(e). The online softmax starts from the `out`
+and `lse` of earlier blocks. There are no atomics: equal inputs give equal bits.
 
 Arguments of all kernels: q, grad_out and grad_q [num_queries, heads, HEAD]; k, v, grad_k and grad_v
-[num_keys, KV heads, HEAD], GROUP query heads for each KV head; suffixes _l and _h are strides of a
-token and of a head. `index_q`, `start_q`, `index_k`: int32 positions, where query i attends to key
-j if start_q[i] <= index_k[j] <= index_q[i]. `rows_ptr` [num_rows, 5] and `runs` [N, 2] are the work
-list. `section`: heads that run at the same time. ROWS and COLUMNS are the tile's sizes.
+[num_keys, KV heads, HEAD], float32 gradients, GROUP query heads for each KV head; suffixes _l and
+_h are strides of a token and of a head. `index_q`, `start_q`, `index_k`: padded int32 positions,
+where query i attends to key j if start_q[i] <= index_k[j] <= index_q[i]. ROWS and COLUMNS are the
+tile's sizes; [rows, head] is a tuple of tiles of WIDTH and REST columns (`heads_triton.py`). With
+DESCRIBED, what the inner loop loads is a tensor descriptor.
 
-[rows, head] is a tuple of one tile or two (`heads_triton.py`): WIDTH columns, and REST more if REST
-is not 0.
+`rows_ptr` [num_rows, 5] int32: a tile, begin and end in `runs` of those seen completely, then of
+those seen in part. `runs` [N, 2]: first tile, last + 1. The grid is num_rows x heads; `section`
+heads run at a time, so that what they read fits the L2 cache.
 
 With a soft cap (CAPPED) a score x in base 2 becomes cap2 tanh(x / cap2) with cap2 = cap log2(e),
 and its gradient is multiplied by 1 - tanh^2.
@@ -51,17 +52,13 @@ _LN_2 = tl.constexpr(math.log(2))
 
 @triton.jit
 def _capped(scores, scale2, cap2):
-    """Scores after a soft cap, in base 2."""
     twice = tl.math.exp2(scores * (scale2 / cap2 * (2.0 * LOG2_E)))  # e^(2 x / cap)
     return cap2 - 2.0 * cap2 / (twice + 1.0)
 
 
 @triton.jit
 def _program(rows_ptr, num_rows, section):
-    """(head, pointer to the work list's row) of this program.
-
-    Heads run in sections that fit the L2 cache; within a section the heaviest tiles come first.
-    """
+    """(head, pointer to the work list's row); in a section the heaviest tiles come first."""
     pid = tl.program_id(0)
     return (
         pid // (num_rows * section) * section + pid % section,
@@ -76,9 +73,8 @@ def _forward_runs(
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr,
     PARTIAL: tl.constexpr, DESCRIBED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the key tiles in runs `first` to `last`.
-
-    Updates acc [rows, head], total [rows] (sum of exponentials) and top [rows] (maximum).
+    """Online softmax: acc [rows, head], total [rows] of exponentials and top [rows], the
+    maximum.
     """
     for run in range(first, last):
         for tile in range(tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1)):
@@ -120,20 +116,8 @@ def forward_kernel(
     GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr, REST: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one tile of ROWS queries, of one head, to every tile of COLUMNS keys that it
-    sees, merged in place into `out_ptr` (normalised output [num_queries, heads, HEAD]) and
-    `lse_ptr` (natural log-sum-exp [heads, num_queries]), both float32 with the results over earlier
-    keys, or 0 and -inf.
-
-    One-dimensional grid of num_rows x query heads programs; `section` heads run at a time, so that
-    their keys and values fit the L2 cache. `rows_ptr` [num_rows, 5] int32 has for each tile of
-    queries: its number, begin and end in `runs` of the key tiles seen completely, begin and end in
-    `runs` of those seen in part; `runs` [N, 2] int32 are (first key tile, last + 1). `index_q`,
-    `start_q` and `index_k` are padded int32 positions: start_q <= index_k <= index_q is seen.
-    scale2 and cap2 are the factor and the soft cap (used if CAPPED) of scores times log2(e).
-    Suffixes _l and _h are strides of a token and of a head. GROUP query heads share a KV head. A
-    head is a tile of WIDTH columns, and a second one of REST columns unless REST is 0. PRECISION:
-    `input_precision` of `tl.dot`. With DESCRIBED, `k_ptr` and `v_ptr` are tensor descriptors.
+    """Merge attention of a tile of queries to its tiles of keys into `out_ptr` (normalised) and
+    `lse_ptr` [heads, num_queries] (natural), both float32, in place.
     """
     head, row = _program(rows_ptr, num_rows, section)
     head = tl.cast(head, tl.int64)
@@ -171,13 +155,8 @@ def row_sums_kernel(
     grad_out_ptr, out_ptr, lse_ptr, lse2_ptr, delta_ptr, num_queries, padded, grad_l, grad_h, out_l, out_h, lse_h,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr,
 ):  # fmt: skip
-    """Prepare the backward pass: write delta = rowsum(grad_out out) to `delta_ptr`, and the
-    log-sum-exp times log2(e) to `lse2_ptr`, +inf for queries that see nothing; both [heads, padded]
-    float32.
-
-    `grad_out_ptr` and `out_ptr` are [num_queries, heads, HEAD], `lse_ptr` [heads, num_queries];
-    suffixes _l and _h are strides of a token and of a head. Grid: (padded / ROWS, heads). WIDTH is
-    HEAD rounded up to a power of 2.
+    """Write delta = rowsum(grad_out out), and the log-sum-exp times log2(e), +inf for queries that
+    see nothing; both [heads, padded] float32. Grid: (padded / ROWS, heads).
     """
     head = tl.cast(tl.program_id(1), tl.int64)
     start = tl.program_id(0) * ROWS
@@ -203,7 +182,6 @@ def _grad_keys_runs(
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr,
     PARTIAL: tl.constexpr, DESCRIBED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Add the gradients from the query tiles in runs `first` to `last` to one tile of keys."""
     for run in range(first, last):
         for tile in range(tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1)):
             start = tile * COLUMNS
@@ -242,20 +220,8 @@ def grad_keys_kernel(
     GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr, REST: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one tile of ROWS keys and values of one KV head, from every tile of COLUMNS
-    queries that sees it, summed over its GROUP query heads and added in place to `grad_k_ptr` and
-    `grad_v_ptr` [num_keys, KV heads, HEAD] float32.
-
-    One-dimensional grid of num_rows x KV heads programs; `section` heads run at a time, so that
-    what they read fits the L2 cache. `rows_ptr` [num_rows, 5] int32 has for each tile of keys: its
-    number, begin and end in `runs` of the query tiles that see all of it, begin and end in `runs`
-    of those that see a part; `runs` [N, 2] int32 are (first query tile, last + 1). `lse2_ptr` and
-    `delta_ptr` [query heads, padded] come from `row_sums_kernel`, over all keys. `index_q`,
-    `start_q` and `index_k` are padded int32 positions: start_q <= index_k <= index_q is seen.
-    `scale` is the factor of scores; scale2 and cap2 are factor and soft cap (used if CAPPED) times
-    log2(e). Suffixes _l and _h are strides of a token and of a head. A head is a tile of WIDTH
-    columns, and a second one of REST columns unless REST is 0. PRECISION: `input_precision` of
-    `tl.dot`. With DESCRIBED, `q_ptr` and `grad_out_ptr` are tensor descriptors.
+    """Add the gradients of a tile of keys and values of one KV head, from the tiles of queries that
+    see it. `lse2_ptr` and `delta_ptr` come from `row_sums_kernel`.
     """
     head, row = _program(rows_ptr, num_rows, section)
     head = tl.cast(head, tl.int64)
@@ -289,7 +255,6 @@ def _grad_queries_runs(
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr,
     PARTIAL: tl.constexpr, DESCRIBED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Add the gradients from the key tiles in runs `first` to `last` to one tile of queries."""
     for run in range(first, last):
         for tile in range(tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1)):
             start = tile * COLUMNS
@@ -323,21 +288,7 @@ def grad_queries_kernel(
     GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr, REST: tl.constexpr, HEAD: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of one tile of ROWS queries of one head from every tile of COLUMNS keys that it
-    sees, added in place to `grad_q_ptr` [num_queries, heads, HEAD] float32.
-
-    One-dimensional grid of num_rows x query heads programs; `section` heads run at a time, so that
-    their keys and values fit the L2 cache. `rows_ptr` [num_rows, 5] int32 has for each tile of
-    queries: its number, begin and end in `runs` of the key tiles seen completely, begin and end in
-    `runs` of those seen in part; `runs` [N, 2] int32 are (first key tile, last + 1). `lse2_ptr` and
-    `delta_ptr` [query heads, padded] come from `row_sums_kernel`, over all keys. `index_q`,
-    `start_q` and `index_k` are padded int32 positions: start_q <= index_k <= index_q is seen.
-    `scale` is the factor of scores; scale2 and cap2 are factor and soft cap (used if CAPPED) times
-    log2(e). Suffixes _l and _h are strides of a token and of a head. GROUP query heads share a KV
-    head. A head is a tile of WIDTH columns, and a second one of REST columns unless REST is 0.
-    PRECISION: `input_precision` of `tl.dot`. With DESCRIBED, `k_ptr` and `v_ptr` are tensor
-    descriptors.
-    """
+    """Add the gradient of a tile of queries of one head from its tiles of keys."""
     head, row = _program(rows_ptr, num_rows, section)
     head = tl.cast(head, tl.int64)
     start = tl.load(row) * ROWS

@@ -9,14 +9,8 @@ from megarl.kernels.region_block import PieceBlock
 
 
 class CpuOperator:
-    """torch's flash attention for CPU, in float32 or float64, with the interface
-    `piece_block.Operator`: `forward` takes q [B, Hq, n, D], k and v [B, Hkv, m, D], a mask and the
-    scale of the scores, and returns output and log-sum-exp [B, Hq, n]; `backward` returns the
-    gradients of q, k and v.
-
-    Calls `aten::_scaled_dot_product_flash_attention_for_cpu`, which has no soft cap; with a soft
-    cap, attention is computed by matrix products. `PieceBlock` converts 16-bit inputs to float32
-    before.
+    """torch's flash attention for CPU, in float32 or float64, which has no soft cap: with one,
+    attention is computed by matrix products.
     """
 
     upcasts = True
@@ -61,11 +55,7 @@ class CpuOperator:
 
 
 class CpuBlock(PieceBlock):
-    """Attention of some queries to some keys on CPU, by torch's flash attention; 16-bit inputs are
-    computed in float32. Like every block attention kernel (`block.Block`) it has `prepare`, which
-    makes a work list from the positions of queries and keys, and `forward` and `backward`, which
-    with this list add to the results over other keys in place.
-    """
+    """`Block` on CPU; 16-bit inputs are computed in float32."""
 
     def __init__(self) -> None:
         super().__init__(CpuOperator())

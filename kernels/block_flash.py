@@ -1,20 +1,13 @@
 """Block attention through torch's FlashAttention-2 kernel. Not the default.
 
-`test_the_block_on_a_gpu` passed on one H200 with torch 2.11: 12 cases in float16 and bfloat16, head
-widths 64 and 128. Not run: other GPUs and head widths, windows, shared prefixes, several ranks.
-Speed is not measured.
+`test_the_block_on_a_gpu` passed on one H200 with torch 2.11: 12 cases in 16 bit, head widths 64 and
+128. Not run: other GPUs and head widths, windows, shared prefixes, several ranks. Speed is not
+measured.
 
-* Precision: the kernel rounds each piece's output and gradients to float16 or bfloat16 before they
-  are summed in float32; Triton's sums stay in float32. That is about one more rounding of the
-  result, and more where the gradients of many pieces cancel.
-* Backward takes output and log-sum-exp over all keys, as every block does; the kernel only reads
-  them.
-* Pieces with a mask (irregular staircases, padded batches) are computed by matrix products in
-  float32.
-* Causal pieces are square, so that the kernel's alignment of the mask (bottom right) does not
-  matter.
-* Backward is not deterministic (atomics), except under
-  `torch.use_deterministic_algorithms(True)`.
+* The kernel rounds each piece's output and gradients to 16 bit before they are summed in float32:
+  about one more rounding than Triton's, and more where gradients of many pieces cancel.
+* Pieces with a mask are computed by matrix products in float32.
+* Backward is not deterministic (atomics), except under `torch.use_deterministic_algorithms(True)`.
 """
 
 from __future__ import annotations
@@ -29,7 +22,6 @@ WIDEST = 256
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, causal: bool, cap: float | None) -> None:
-    """Raise `ValueError` for dtypes, head widths and soft caps that the kernel does not support."""
     if cap is not None:
         raise ValueError(
             f"the flash block computes no soft cap of scores ({cap:g}); set"
@@ -49,13 +41,8 @@ def _check(q: torch.Tensor, k: torch.Tensor, causal: bool, cap: float | None) ->
 
 
 class FlashOperator:
-    """torch's `aten::_flash_attention_forward` on a GPU, with the interface `piece_block.Operator`:
-    `forward` takes q [B, Hq, n, D], k and v [B, Hkv, m, D], a mask and the scale of the scores, and
-    returns output and log-sum-exp [B, Hq, n]; `backward` returns the gradients of q, k and v.
-
-    Supports GQA. Both methods raise `ValueError` for a soft cap, for dtypes other than float16 and
-    bfloat16, and for head widths that are no multiple of 8 or above 256. With a mask, attention is
-    computed by matrix products in float32.
+    """torch's `aten::_flash_attention_forward`, with GQA. Raises `ValueError` for a soft cap, other
+    dtypes than 16 bit, and head widths that are no multiple of 8 or above 256.
     """
 
     upcasts = False
@@ -109,14 +96,7 @@ class FlashOperator:
 
 
 class FlashBlock(PieceBlock):
-    """Attention of some queries to some keys on a GPU, by torch's FlashAttention-2 kernel; not the
-    default. Like every block attention kernel (`block.Block`) it has `prepare`, which makes a work
-    list from positions, and `forward` and `backward`, which add to results over other keys in
-    place.
-
-    Takes float16 or bfloat16 inputs and head widths that are multiples of 8 up to 256, and no soft
-    cap; `forward` and `backward` raise `ValueError` for others.
-    """
+    """`Block` by torch's FlashAttention-2 kernel."""
 
     def __init__(self) -> None:
         super().__init__(FlashOperator())

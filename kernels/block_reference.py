@@ -1,6 +1,5 @@
-"""Block attention by one dense score matrix: the reference that tests compare fast blocks with.
-
-float64 inputs are computed in float64, all others in float32.
+"""Block attention by one dense score matrix, with which tests compare fast blocks. float64 inputs
+are computed in float64, all others in float32.
 """
 
 from __future__ import annotations
@@ -12,9 +11,8 @@ from megarl.kernels.dense import soft_cap, through_cap
 
 
 def visible(queries: Positions, keys: Positions, window: int | None = None) -> torch.Tensor:
-    """The attention mask [Lq, Lk] bool on the CPU: whether each query attends to each key, also to
-    those of documents that the query's document continues. `window`: a query attends to at most so
-    many tokens of its sample, itself included; None for all before it.
+    """[Lq, Lk] bool on the CPU: whether each query attends to each key, `window` as in
+    `Positions.views`.
     """
     index, seen = keys.index[None], torch.zeros(len(queries.index), len(keys.index)).bool()
     for view in queries.views(window):
@@ -32,14 +30,12 @@ def reference_attention(
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention within each document of a whole packed sequence, by one dense softmax on one
-    rank: the reference in tests. Differentiable by autograd.
+    """Causal attention within each document of a packed sequence, by one dense softmax;
+    differentiable by autograd.
 
-    q [L, Hq, D], k and v [L, Hkv, D]; returns [L, Hq, D] in their dtype. `positions`: where the L
-    tokens are, and their documents. `scale` multiplies the scores. `window`: a query attends to at
-    most so many tokens of its sample, itself included; None for all before it. `cap`: a scaled
-    score s becomes cap tanh(s / cap); None for none. `sinks` [Hq]: for each head the score of one
-    more key with the value 0; None for none.
+    q [L, Hq, D], k and v [L, Hkv, D] -> [L, Hq, D] in their dtype. `window`: as in
+    `Positions.views`. `cap`: a scaled score s becomes cap tanh(s / cap). `sinks` [Hq]: score of one
+    more key with the value 0.
     """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = soft_cap(torch.einsum("qhd,khd->hqk", q, k) * scale, cap)
@@ -52,11 +48,7 @@ def reference_attention(
 
 
 class ReferenceBlock:
-    """Attention of some queries to some keys by a dense score matrix, on any device: the reference
-    that tests compare fast kernels with. Like every block attention kernel (`block.Block`) it has
-    `prepare`, which makes a work list (here the mask [Lq, Lk] bool) from positions, and `forward`
-    and `backward`, which add to results over other keys in place.
-    """
+    """`Block` by a dense score matrix; its work list is the mask [Lq, Lk] bool."""
 
     def prepare(
         self, queries: Positions, keys: Positions, device: torch.device
@@ -129,10 +121,10 @@ def _upcast(
 def _scores(
     q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, scale: float, cap: float | None
 ) -> torch.Tensor:
-    """Scaled and capped scores [Hq, Lq, Lk], -inf where `mask` [Lq, Lk] is False."""
+    """[Hq, Lq, Lk], -inf where `mask` [Lq, Lk] is False."""
     return soft_cap(torch.einsum("qhd,khd->hqk", q, k) * scale, cap).masked_fill(~mask, -torch.inf)
 
 
 def _sum_heads(grad: torch.Tensor, num_kv: int) -> torch.Tensor:
-    """Sum gradients of repeated heads [Lk, Hq, D] over each group of query heads, [Lk, Hkv, D]."""
+    """[Lk, Hq, D] -> [Lk, Hkv, D], the sum over each group of query heads."""
     return grad.unflatten(1, (num_kv, -1)).sum(2)

@@ -1,7 +1,4 @@
-"""The block of attention for GPUs: flash attention masked by positions, in Triton.
-
-The kernels are in `attention_triton.py`, their work lists in `tiles.py`.
-"""
+"""The block of attention for GPUs: flash attention masked by positions, in Triton."""
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 # Triton's type hints know neither launch options nor compile-time constants that are passed by value.
@@ -32,49 +29,25 @@ from megarl.kernels.tiles import (
 )
 
 ROW_SUM_ROWS = 32
-"""Queries that one program of `row_sums_kernel` processes."""
+"""Queries of a program of `row_sums_kernel`."""
 
 
 class TritonBlock:
-    """Attention of Lq queries to Lk keys by Triton kernels on a GPU, merged into the results over
-    other keys. The default on GPUs. Shapes: queries [Lq, Hq, D], keys and values [Lk, Hkv, D],
-    where Hkv divides Hq and D is the head width, up to 256. They are all float32, all float16 or
-    all bfloat16.
+    """`Block` by Triton kernels, for float32, float16 or bfloat16 inputs of one dtype and head
+    widths up to 256; `out`, `lse` and gradients are float32.
 
-    `prepare` makes a work list from the positions of queries and keys: which tiles of queries
-    attend to which tiles of keys. It is called once for a micro-batch, and every layer uses its
-    result.
-
-    `forward` changes two float32 tensors in place, `out` [Lq, Hq, D] and `lse` [Hq, Lq]. Before it
-    they are the attention output and the log-sum-exp of the scores over the keys of earlier calls,
-    and after it those over these keys too. `backward` adds the gradients from these queries and
-    keys to three float32 tensors in place: `grad_q` [Lq, Hq, D], `grad_k` and `grad_v` [Lk, Hkv,
-    D].
-
-    Products of 16-bit numbers are summed in float32. Products of float32 numbers are computed in
-    float32, without TF32, which is slow. `forward` and `backward` raise `ValueError` for other
-    dtypes, larger heads, and scales or soft caps that are not positive.
+    Products of float32 numbers are computed without TF32, which is slow. `forward` and `backward`
+    raise `ValueError` for other inputs, and for scales or soft caps that are not positive.
     """
 
     def __init__(self, tiles: Tiles | None = None, descriptors: bool = False) -> None:
-        """A block with these settings of its kernels.
-
-        Args:
-            tiles: {"forward", "grad_keys" and "grad_queries": rows and columns of the kernel's
-                tiles, its warps and its stages}; None for those that suit the device, head width
-                and dtype.
-            descriptors: whether inner loops load keys and values by tensor descriptors, which use
-                the tensor memory accelerator of Hopper GPUs, where the head width and the strides
-                allow it: fewer registers and instructions. Not yet tried on a GPU.
+        """`tiles`: None for those that suit the device, head width and dtype. `descriptors`:
+        whether inner loops load by tensor descriptors (Hopper's tensor memory accelerator) where
+        width and strides allow it. Not yet tried on a GPU.
         """
         self.tiles, self.descriptors = tiles, descriptors
 
     def prepare(self, queries: Positions, keys: Positions, device: torch.device) -> TileWork | None:
-        """The work list for these queries and keys, which `forward` and `backward` take, with
-        tensors on `device`. Query i attends to key j where queries.first[i] <= keys.index[j] <=
-        queries.index[i]; these are position arrays, [Lq] for queries and [Lk] for keys. None where
-        no query attends to any key.
-        """
         return TileWork.of(queries, keys, device)
 
     def forward(
@@ -88,18 +61,6 @@ class TritonBlock:
         lse: torch.Tensor,
         cap: float | None = None,
     ) -> None:
-        """Merge attention to these keys into `out` [Lq, Hq, D] and `lse` [Hq, Lq], in place; both
-        are float32.
-
-        q is [Lq, Hq, D], k and v are [Lk, Hkv, D], of one dtype, with a contiguous last dimension.
-        `work` is what `prepare` returned for them. `out` is the normalised output over the keys of
-        earlier calls, and `lse` the log-sum-exp of the scaled scores over them; before the first
-        call they are 0 and -inf. `scale` multiplies the scores; with `cap` a scaled score s becomes
-        cap tanh(s / cap).
-
-        Raises `ValueError` for a dtype other than float32, float16 and bfloat16, for q, k and v of
-        different dtypes, for D above 256, and for a `scale` or `cap` that is not positive.
-        """
         common = self._common(q, k, v, scale, cap)
         assert out.dtype == lse.dtype == torch.float32 and lse.stride(1) == 1
         tile = self._tile("forward", q)
@@ -130,15 +91,6 @@ class TritonBlock:
         grad_v: torch.Tensor,
         cap: float | None = None,
     ) -> None:
-        """Add the gradients from these queries and keys to `grad_q` [Lq, Hq, D], `grad_k` and
-        `grad_v` [Lk, Hkv, D], in place; all three are float32.
-
-        q is [Lq, Hq, D], k and v are [Lk, Hkv, D], as in `forward`. `grad_out` [Lq, Hq, D] is the
-        gradient of the output; `out` [Lq, Hq, D] and `lse` [Hq, Lq] float32 are the final ones,
-        over all keys. `work` is what `prepare` returned for these queries and keys. `scale`
-        multiplies the scores; `cap` is their soft cap or None. Raises `ValueError` as `forward`
-        does.
-        """
         common = self._common(q, k, v, scale, cap)
         assert (
             grad_q.dtype == grad_k.dtype == grad_v.dtype == lse.dtype == torch.float32
@@ -175,7 +127,6 @@ class TritonBlock:
         )  # fmt: skip
 
     def _tile(self, name: str, q: torch.Tensor) -> Tile:
-        """Tile sizes that the kernel `name` uses for queries like q."""
         return (self.tiles or tiles_of(q.device, q.dtype, q.shape[2]))[name]
 
     def _walked(self, tile: Tile, *tensors: torch.Tensor) -> tuple[list[Any], bool]:
@@ -197,7 +148,7 @@ class TritonBlock:
     def _common(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, cap: float | None
     ) -> dict[str, Any]:
-        """Compile-time constants of all kernels; raises `ValueError` for unsupported inputs."""
+        """Compile-time constants of all kernels."""
         if (
             q.dtype not in (torch.float32, torch.float16, torch.bfloat16)
             or not q.dtype == k.dtype == v.dtype
@@ -223,18 +174,17 @@ class TritonBlock:
 
 
 def _base2(cap: float | None) -> float:
-    """The soft cap of scores in base 2; 1 without one, which the kernels do not read then."""
+    """The soft cap in base 2; 1 for none, which kernels do not read."""
     return 1.0 if cap is None else cap * LOG2_E.value
 
 
 def _strides(*tensors: torch.Tensor) -> list[int]:
-    """Strides of token and head for each tensor [L, H, D], whose last dimension is contiguous."""
+    """Of token and head for each tensor [L, H, D], whose last dimension is contiguous."""
     assert all(x.stride(2) == 1 for x in tensors), "the head width must be contiguous"
     return [stride for x in tensors for stride in x.stride()[:2]]
 
 
 def _shape(tile: Tile) -> dict[str, Any]:
-    """Tile sizes as compile-time arguments of a Triton kernel."""
     shape = {
         "ROWS": tile.rows,
         "COLUMNS": tile.columns,

@@ -1,13 +1,10 @@
-"""Attention by matrix products, some queries at a time: for soft caps and masks that ready-made
-kernels lack.
-
-Used where scores have a soft cap, and on GPUs for explicit masks. With s = scale q k^T:
+"""Attention by matrix products, some queries at a time, for soft caps and for masks on GPUs. With s
+= scale q k^T:
 
     capped scores     c = cap tanh(s / cap)                     (Gemma 2, arXiv:2408.00118)
     their gradient    ds = dc (1 - (c / cap)^2)
 
-Arithmetic is that of q's dtype and the mask's together: float32, or float64 for float64 inputs.
-Without a mask, 16-bit inputs are computed in float32 too.
+Arithmetic is that of q's dtype and the mask's together, and in float32 at least.
 """
 
 from __future__ import annotations
@@ -17,26 +14,18 @@ from collections.abc import Iterator
 import torch
 
 CHUNK_SCORES = {"cpu": 2**22, "cuda": 2**27}
-"""Maximum number of scores of a chunk of queries, over all heads, by device; a chunk has one query
-at least. A few tensors of that size exist at once."""
+"""Most scores of a chunk of queries, over all heads; a few tensors of that size exist at once."""
 
 
 def soft_cap(scores: torch.Tensor, cap: float | None) -> torch.Tensor:
-    """Attention scores (any shape) after a soft cap: cap tanh(scores / cap), a new tensor. With
-    `cap` None the scores themselves.
-    """
     return scores if cap is None else (scores / cap).tanh().mul(cap)
 
 
 def through_cap(
     grad: torch.Tensor, capped: torch.Tensor, cap: float | None, hidden: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The backward pass of the soft cap of attention scores: the gradient of the scores before the
-    cap.
-
-    `grad` is the gradient of the capped scores `capped` = cap tanh(scores / cap), in the same
-    shape. `hidden` (bool, same shape): where `capped` was set to -inf afterwards by a mask; `grad`
-    must be 0 there. With `cap` None `grad` itself is returned.
+    """The gradient before the cap, from `grad` of the `capped` scores, 0 where a mask has set them
+    to -inf (`hidden`).
     """
     if cap is None:
         return grad
@@ -45,7 +34,6 @@ def through_cap(
 
 
 def _chunks(q: torch.Tensor, k: torch.Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
-    """(rows of queries, keys that they may see) of each chunk."""
     num_queries, num_keys = q.shape[2], k.shape[2]
     most = CHUNK_SCORES["cuda" if q.is_cuda else "cpu"]
     step = max(1, most // max(1, q.shape[0] * q.shape[1] * num_keys))
@@ -62,9 +50,8 @@ def _scores(
     cap: float | None,
     diagonal: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(masked scores [B, Hkv, group, n, m], where they are -inf or None) of q
-    [B, Hkv, group, n, D] and k [B, Hkv, 1, m, D]. `mask` [B, 1, n or 1, m] is added. `diagonal`:
-    query i sees keys up to `diagonal` + i; None for all.
+    """(masked scores [B, Hkv, group, n, m], where they are -inf or None) of q [B, Hkv, group, n, D]
+    and k [B, Hkv, 1, m, D]. Query i sees keys up to `diagonal` + i; None for all.
     """
     scores = soft_cap(q @ k.transpose(-1, -2) * scale, cap)
     hidden = None
@@ -82,7 +69,7 @@ def _scores(
 def _grouped(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
 ) -> tuple[tuple[int, int], torch.Tensor, torch.Tensor, torch.Tensor]:
-    """((Hkv, query heads of each), q, k, v), the last three with a dimension for the group."""
+    """((Hkv, query heads of each), q, k, v)"""
     heads = (k.shape[1], q.shape[1] // k.shape[1])
     dtype = torch.promote_types(q.dtype, torch.float32 if mask is None else mask.dtype)
     return heads, q.to(dtype).unflatten(1, heads), k.to(dtype)[:, :, None], v.to(dtype)[:, :, None]
@@ -97,17 +84,14 @@ def dense_forward(
     scale: float,
     cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention by matrix products: (output [B, Hq, n, D], log-sum-exp of the scores [B, Hq, n])
-    for queries q [B, Hq, n, D] and k and v [B, Hkv, m, D], where Hkv divides Hq. Computed and
-    returned in float32 at least, outside of autograd: `dense_backward` computes gradients. Every
-    query must see at least one key; otherwise its output is NaN.
+    """(output [B, Hq, n, D], log-sum-exp of the scores [B, Hq, n]) outside of autograd, for q [B,
+    Hq, n, D], k and v [B, Hkv, m, D]. Every query must see a key.
 
     Args:
         causal: query i sees keys 0 to i; then n = m.
-        mask: [B, 1, n or 1, m] added to the scores: 0, or -inf for keys that are not seen. None for
-            none.
-        scale: factor of the scores q k^T.
-        cap: soft cap of the scaled scores (a score s becomes cap tanh(s / cap)), or None.
+        mask: [B, 1, n or 1, m] added to the scores: 0, or -inf; None for none.
+        scale: factor of q k^T.
+        cap: soft cap of the scaled scores, or None.
     """
     _, q, k, v = _grouped(q, k, v, mask)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
@@ -133,21 +117,7 @@ def dense_backward(
     scale: float,
     cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Backward pass of attention by matrix products: the gradients of q [B, Hq, n, D], k and v
-    [B, Hkv, m, D], in their shapes, in float32 at least.
-
-    k and v may be a part of the keys and values that a query attends to; the gradients of all parts
-    then add up to the whole.
-
-    Args:
-        grad_out: [B, Hq, n, D] gradient of the output.
-        out, lse: output [B, Hq, n, D] and log-sum-exp of the scores [B, Hq, n] over all keys of the
-            queries, also those that are not in `k`.
-        causal: query i sees keys 0 to i; then n = m.
-        mask: [B, 1, n or 1, m] added to the scores: 0, or -inf for keys that are not seen.
-        scale: factor of the scores q k^T.
-        cap: soft cap of the scaled scores, or None.
-    """
+    """Gradients of q, k and v; `out` and `lse` may be over more keys than those in `k`."""
     heads, q, k, v = _grouped(q, k, v, mask)
     grad_out, out = (x.to(q.dtype).unflatten(1, heads) for x in (grad_out, out))
     lse, delta = lse.unflatten(1, heads)[..., None], (grad_out * out).sum(-1, keepdim=True)
@@ -169,7 +139,6 @@ def dense_backward(
 
 
 def _part(mask: torch.Tensor | None, rows: slice, keys: slice) -> torch.Tensor | None:
-    """The part of a mask [B, 1, n or 1, m] for these queries and keys."""
     if mask is None:
         return None
     return mask[:, :, rows if mask.shape[2] > 1 else slice(None), keys]

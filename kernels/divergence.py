@@ -1,5 +1,4 @@
-"""Divergence of a student's token distribution from a teacher's, from the hidden states of both,
-without storing all logits of either.
+"""Divergence of a student's token distribution from a teacher's, from the hidden states of both.
 
     hidden [T, H], weight [V, H]; teacher_hidden [T, G], teacher_weight [V, G]  ->  divergence [T]
 
@@ -9,24 +8,20 @@ With p = softmax(hidden weight^T / temperature) of the student and q of the teac
     reverse_kl       sum_j p_j (log p_j - log q_j)                         KL(p || q)
     jensen_shannon   beta KL(q || m) + (1 - beta) KL(p || m)               m = beta q + (1 - beta) p
 
-GKD, arXiv:2306.13649, eq. 1 and 2, has these with P for the teacher and Q for the student; reverse
-KL is also what MiniLLM, arXiv:2306.08543, minimises.
+GKD, arXiv:2306.13649, eq. 1 and 2, has these with P for the teacher and Q for the student; MiniLLM,
+arXiv:2306.08543, minimises reverse KL.
 
-`top_k` = k above 0 keeps the tokens S whose teacher logit is at least the k-th largest (ties of the
-k-th are all in S) and puts the rest of the vocabulary into one bucket: the sums above run over S
-and over the bucket, whose probabilities are p_rest = sum of p_j and q_rest = sum of q_j outside of
-S. So probabilities still sum to 1, a student pays for all that it puts outside of S, and the result
-is never above that of the whole vocabulary, to which it is equal at k = V.
+`top_k` = k above 0 keeps the tokens S whose teacher logit is at least the k-th largest, and puts
+the rest into one bucket with p_rest and q_rest, so that a student pays for all that it puts outside
+of S. The result is at most that of the whole vocabulary.
 
-Every divergence is a function of student probabilities with a derivative g_j by p_j, the same for
-all tokens in the bucket, so that by the logits z = hidden weight^T / temperature
+With g_j the derivative by p_j, the same for all tokens in the bucket, and logits z:
 
     dz_j = p_j (g_j - sum_i p_i g_i)
 
-Only the student gets a gradient. Logits exist for one chunk of tokens at a time, and backward
-recomputes them; what is saved is a few numbers for each token. The rows of both weights may be
-split over tensor-parallel ranks (`VocabularyShard`): forward then reduces five times a chunk, and
-three times more with `top_k`, backward once in all.
+Logits exist for one chunk of tokens at a time, and backward recomputes them. Over a split
+vocabulary forward reduces five times a chunk, and three times more with `top_k`, backward once in
+all.
 """
 
 from __future__ import annotations
@@ -49,37 +44,26 @@ from megarl.kernels.logprobs import (
 from megarl.kernels.logprobs_torch import row_blocks
 
 LOWEST_LOG = -1e4
-"""Lower bound of log p and log q: 0 times it is 0, whereas 0 times -inf is NaN."""
+"""Lower bound of log p and log q: 0 times -inf would be NaN."""
 BLOCK_BYTES = {"cpu": 2**20, "cuda": 64 * 2**20}
-"""Bytes of logits that are processed at once, by device: on CPU so few that they stay in cache, on
-GPUs few beside a chunk."""
+"""Of logits processed at once: on CPU they stay in cache."""
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Settings of `linear_divergence`, the divergence between the token distributions p of a
-    student and q of a teacher.
-
-    `kind`: "forward_kl" (KL(q || p)), "reverse_kl" (KL(p || q)) or "jensen_shannon" (generalised,
-    where `beta`, above 0 and below 1, is the weight of the teacher in the mixture). `top_k`: this
-    many of the teacher's likeliest tokens are compared one by one and all others together as one; 0
-    compares every token. `temperature`: divisor of the logits of both models, above 0.
-    """
+    """Settings of `linear_divergence`."""
 
     kind: str = "reverse_kl"
-    """Name of the divergence. "forward_kl": KL(teacher || student); "reverse_kl": KL(student ||
-    teacher); "jensen_shannon": the generalised Jensen-Shannon divergence with `beta`."""
+    """A name in `KINDS`."""
     beta: float = 0.5
     """Of `jensen_shannon`: weight of the teacher in the mixture, above 0 and below 1."""
     top_k: int = 0
-    """Number of the teacher's likeliest tokens that are compared one by one; 0: all tokens."""
+    """The teacher's likeliest tokens that are compared one by one; 0: all tokens."""
     temperature: float = 1.0
     """Divisor of the logits of both models, above 0."""
 
 
 Terms = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]
-"""(a, b, p g) of one of the functions in `KINDS`, whose description says what they are; a and b may
-be None, which stands for 0."""
 
 
 def _forward_kl(log_p: torch.Tensor, p_of: torch.Tensor, q_of: torch.Tensor, beta: float) -> Terms:
@@ -101,7 +85,7 @@ def _jensen_shannon(
 
 
 def _log_mixed(other: torch.Tensor, own: torch.Tensor, share: float) -> torch.Tensor:
-    """log(share x e^other + (1 - share) e^own) - own, to full relative accuracy also near 0."""
+    """log(share x e^other + (1 - share) e^own) - own, also accurate near 0."""
     difference = other - own
     small = share * torch.expm1(difference.clamp(max=20.0))  # bounded: e^89 overflows float32
     rest = torch.full_like(difference, math.log1p(-share))
@@ -114,33 +98,31 @@ KINDS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], Ter
     "reverse_kl": _reverse_kl,
     "jensen_shannon": _jensen_shannon,
 }
-"""{name: function of (log p [R, V] of the student for R tokens, log of the student's and of the
-teacher's probability of each token's bucket [R, V], beta)}. It returns (a, b, p g), [R, V] each, so
-that the divergence is sum_j p_j a_j + q_j b_j and g_j its derivative by p_j, up to a constant; None
-stands for 0. A token that is among the teacher's top k is a bucket of its own; without top k every
-token is."""
+"""{name: function of (the student's log p [R, V], log of the student's and of the teacher's
+probability of each token's bucket [R, V], beta)}. The divergence is sum_j p_j a_j + q_j b_j, and
+g_j its derivative by p_j, up to a constant; None stands for 0.
+"""
 
 
 @dataclass
 class _Rows:
-    """Statistics of a chunk of C tokens over the whole vocabulary, [C] each."""
+    """Statistics of a chunk over the whole vocabulary, [C] each."""
 
     m: torch.Tensor
     """Largest logit of the student."""
     log_s: torch.Tensor
-    """log sum e^(z - m) of the student."""
+    """log sum e^(z - m)."""
     teacher_m: torch.Tensor
     teacher_log_s: torch.Tensor
     threshold: torch.Tensor
-    """k-th largest logit of the teacher, not divided by the temperature; -inf without `top_k`."""
+    """k-th largest logit of the teacher; -inf without `top_k`."""
     rest: torch.Tensor
-    """log p_rest of the student; unused without `top_k`."""
+    """log p_rest, with `top_k`."""
     teacher_rest: torch.Tensor
-    """log q_rest of the teacher; unused without `top_k`."""
+    """log q_rest."""
 
 
 def _blocks(logits: torch.Tensor) -> Iterator[slice]:
-    """Slices of the rows of logits [C, V] into blocks of at most `BLOCK_BYTES`."""
     row_bytes = accumulator(logits.dtype).itemsize * logits.shape[1]
     return row_blocks(len(logits), row_bytes, BLOCK_BYTES["cuda" if logits.is_cuda else "cpu"])
 
@@ -148,13 +130,13 @@ def _blocks(logits: torch.Tensor) -> Iterator[slice]:
 def _log_softmax(
     logits: torch.Tensor, m: torch.Tensor, log_s: torch.Tensor, temperature: float
 ) -> torch.Tensor:
-    """log-probs of logits [R, V], at least `LOWEST_LOG`; m and log_s [R]."""
+    """Log-probs of logits [R, V], at least `LOWEST_LOG`."""
     z = logits.to(accumulator(logits.dtype)) / temperature
     return z.sub_(m[:, None]).sub_(log_s[:, None]).clamp_min_(LOWEST_LOG)
 
 
 def _threshold(teacher: torch.Tensor, top_k: int, shard: VocabularyShard | None) -> torch.Tensor:
-    """[C] k-th largest of each row of the teacher's logits [C, V], over all vocabulary ranks."""
+    """[C] k-th largest of the teacher's logits, over all vocabulary ranks."""
     dtype, local = accumulator(teacher.dtype), min(top_k, teacher.shape[1])
     largest = teacher.topk(local, dim=1).values.to(dtype) if local else teacher[:, :0].to(dtype)
     if shard is None:
@@ -173,7 +155,7 @@ def _log_rest(
     temperature: float,
     shard: VocabularyShard | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log p_rest and log q_rest of a chunk, [C] each, at least `LOWEST_LOG`."""
+    """log p_rest and log q_rest, [C] each, at least `LOWEST_LOG`."""
     sums = torch.zeros(2, len(student), dtype=rows.m.dtype, device=student.device)
     models = (student, rows.m, rows.log_s), (teacher, rows.teacher_m, rows.teacher_log_s)
     # Relative to the likeliest token outside of S: probabilities of e^-200 must not vanish.
@@ -195,14 +177,14 @@ def _log_rest(
             sums[number, block] = relative.exp_().sum(1)
     if shard:
         shard.reduce_sum(sums)
-    found = (largest + sums.log()).clamp_(LOWEST_LOG, 0.0)
-    return found[0], found[1]
+    logs = (largest + sums.log()).clamp_(LOWEST_LOG, 0.0)
+    return logs[0], logs[1]
 
 
 def _terms(
     student: torch.Tensor, teacher: torch.Tensor, rows: _Rows, block: slice, how: Divergence
 ) -> tuple[torch.Tensor, torch.Tensor, Terms]:
-    """(log p [R, V], log q [R, V], what `KINDS` returns) of a block of a chunk's rows."""
+    """(log p [R, V], log q [R, V], what `KINDS` returns) of a block."""
     log_p = _log_softmax(student[block], rows.m[block], rows.log_s[block], how.temperature)
     log_q = _log_softmax(
         teacher[block], rows.teacher_m[block], rows.teacher_log_s[block], how.temperature
@@ -244,8 +226,8 @@ def _gradient_(
     upstream: torch.Tensor,
     how: Divergence,
 ) -> None:
-    """Replace the student's logits [C, V] by the gradient p_j (g_j - mean) upstream / temperature;
-    mean = sum_i p_i g_i and upstream are [C].
+    """Replace the student's logits [C, V] by p_j (g_j - mean) upstream / temperature; mean = sum_i
+    p_i g_i.
     """
     scale = upstream.to(mean.dtype) / how.temperature
     for block in _blocks(student):
@@ -255,8 +237,6 @@ def _gradient_(
 
 
 class _LinearDivergence(torch.autograd.Function):
-    """The chunked divergence with its gradient by the student's hidden states and weight."""
-
     @staticmethod
     def forward(ctx, hidden, weight, teacher_hidden, teacher_weight, targets, how, shard):
         dtype, num_tokens = accumulator(hidden.dtype), len(hidden)
@@ -288,9 +268,9 @@ class _LinearDivergence(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, teacher_hidden, teacher_weight, saved, mean.clone())
         ctx.how, ctx.shard = how, shard
         # Copies: a view would keep the other statistics alive.
-        found = [one.clone() for one in (divergence, entropy, logprobs, teacher_logprobs)]
-        ctx.mark_non_differentiable(*found[1:])
-        return tuple(found)
+        results = [x.clone() for x in (divergence, entropy, logprobs, teacher_logprobs)]
+        ctx.mark_non_differentiable(*results[1:])
+        return tuple(results)
 
     @staticmethod
     @once_differentiable
@@ -316,33 +296,27 @@ class _LinearDivergence(torch.autograd.Function):
                 add_outer(grad_weight, student, hidden[chunk])
         if shard and grad_hidden is not None and grad_hidden.numel():
             shard.reduce_sum(grad_hidden)
-        given = (grad_hidden, hidden.dtype), (grad_weight, weight.dtype)
-        grads = (grad.to(dtype) if grad is not None else None for grad, dtype in given)
+        pairs = (grad_hidden, hidden.dtype), (grad_weight, weight.dtype)
+        grads = (grad.to(dtype) if grad is not None else None for grad, dtype in pairs)
         return (*grads, None, None, None, None, None)
 
 
 def _whole_chunk(hidden: torch.Tensor, weight: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-    """`chunk_logits`, also for a shard without rows of the vocabulary: [C, 0]."""
     return chunk_logits(hidden, weight, buffer) if len(weight) else buffer[: len(hidden)]
 
 
 @dataclass(frozen=True)
 class TokenDivergence:
-    """What `linear_divergence` returns for T tokens, [T] each, in float32 or, for float64 inputs,
-    float64: `divergence` (the only one with gradients), `entropy` of the student's distribution,
-    `logprobs` and `teacher_logprobs` of the target tokens by student and teacher. All are of
-    distributions over the whole vocabulary after the temperature, but for `divergence` with
-    `top_k`; in nats.
+    """[T] each, in nats, float32 or float64. All but `divergence` are without gradient and over the
+    whole vocabulary.
     """
 
     divergence: torch.Tensor
-    """Divergence at each token; differentiable in the student's hidden states and weight."""
     entropy: torch.Tensor
-    """Entropy of the student's distribution, without gradient."""
+    """Of the student."""
     logprobs: torch.Tensor
-    """The student's log-prob of the target, without gradient."""
+    """The student's, of the target."""
     teacher_logprobs: torch.Tensor
-    """The teacher's log-prob of the target."""
 
 
 def linear_divergence(
@@ -354,28 +328,20 @@ def linear_divergence(
     how: Divergence,
     shard: VocabularyShard | None = None,
 ) -> TokenDivergence:
-    """Divergence of the student's next-token distribution from the teacher's at each of T tokens,
-    for distillation; logits of both are recomputed and never stored as a whole.
-
-    Only the student's `hidden` and `weight` get gradients, and only from the field `divergence` of
-    the result.
+    """Divergence at each of T tokens, for distillation, with gradients for the student.
 
     Args:
         hidden: [T, H] of the student.
         weight: [V, H] output head of the student, same dtype; with `shard` this rank's rows.
         teacher_hidden: [T, G] of the teacher, same dtype.
-        teacher_weight: [V, G] output head of the teacher, same dtype; with `shard` the same rows.
-        targets: [T] int64 token ids whose log-probs are returned too; an id outside the vocabulary
-            fails an assertion, which on GPUs is raised at a later CUDA call.
+        teacher_weight: [V, G] output head of the teacher, same dtype and rows.
+        targets: [T] int64 token ids whose log-probs are returned; see `linear_logprobs`.
         how: kind of divergence, beta, top-k and temperature.
-        shard: this rank's part of a vocabulary that is split over ranks, which must all call this
-            together; None for one rank with the whole vocabulary. All other arguments but the
-            weights, and the upstream gradients, must be the same on every rank, and so are the
-            results and the gradient of `hidden`.
+        shard: as in `linear_logprobs`.
     """
     tensors = (hidden, weight, teacher_hidden, teacher_weight)
     assert len(hidden) == len(teacher_hidden) == len(targets) and len(weight) == len(teacher_weight)
-    assert len({one.dtype for one in tensors}) == 1 and 0 < how.beta < 1 and how.temperature > 0
+    assert len({x.dtype for x in tensors}) == 1 and 0 < how.beta < 1 and how.temperature > 0
     assert how.top_k <= (len(weight) if shard is None else shard.rows * shard.size)
     return TokenDivergence(
         *_LinearDivergence.apply(

@@ -2,9 +2,8 @@
 
     gate [..., I], up [..., I]  ->  act(gate) * up [..., I]
 
-A model's own code in transformers is two operations, each of which reads and writes all states and
-rounds to their dtype. The kernels compute in float32 and round once. For the backward pass they
-keep `gate` and `up` alone, and compute the activation again.
+transformers' own code is two operations, each of which reads and writes all states and rounds to
+their dtype. The kernels compute in float32 and round once; backward computes the activation again.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -21,7 +20,7 @@ import triton.language as tl
 
 Activation = Literal["silu", "gelu_tanh", "gelu"]
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
-"""{activation: number that stands for it in the kernels}."""
+"""{activation: its number in the kernels}"""
 BLOCK = 1024
 """Columns of one row that a program computes."""
 NUM_WARPS = 4
@@ -89,13 +88,13 @@ def _gated_backward(
     grad = _numbers(grad_ptr + row * width + columns, inside)
     value, slope = _activation(gate, KIND)
     at = row * width + columns
-    kind = grad_gate_ptr.dtype.element_ty
-    tl.store(grad_gate_ptr + at, (grad * up * slope).to(kind), mask=inside)
-    tl.store(grad_up_ptr + at, (grad * value).to(kind), mask=inside)
+    dtype = grad_gate_ptr.dtype.element_ty
+    tl.store(grad_gate_ptr + at, (grad * up * slope).to(dtype), mask=inside)
+    tl.store(grad_up_ptr + at, (grad * value).to(dtype), mask=inside)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x [..., I] as [N, I] whose columns lie side by side; copied only where they do not."""
+    """x [..., I] as [N, I] with contiguous columns; copied only where needed."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
@@ -134,10 +133,8 @@ def _grid(rows: torch.Tensor) -> tuple[int, int]:
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """The gated activation of an MLP as one GPU kernel: act(gate) * up, elementwise and rounded
-    once. `activation`: "silu", "gelu_tanh" or "gelu". `gate` and `up` have one shape [..., I] and
-    dtype (float32 or 16 bit); the result has the same. Differentiable in both. Raises `ValueError`
-    for float64.
+    """`gate` and `up` have one shape and dtype (float32 or 16 bit), as the result. Differentiable
+    in both. Raises `ValueError` for float64.
     """
     if gate.dtype == torch.float64:
         raise ValueError("the Triton kernels of gated activations compute in float32, not float64")

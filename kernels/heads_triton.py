@@ -1,10 +1,10 @@
 """Heads in Triton kernels as one tile of columns or two side by side: loads, stores and products.
 
-A tile has a power of 2 of columns. A head of another width is two tiles, each with products of its
-own: 80 = 64 + 16 and 96 = 64 + 32 columns, where one tile would be 128, the rest of it zeros.
+A tile has a power of 2 of columns. A head of another width is two tiles: 80 = 64 + 16 and 96 = 64 +
+32 columns, where one tile would be 128, the rest of it zeros.
 
-[rows, head] is a tuple here: ([rows, WIDTH],), or with REST ([rows, WIDTH], [rows, REST]). The last
-tile is 0 beyond HEAD columns.
+[rows, head] is a tuple: ([rows, WIDTH],), or with REST ([rows, WIDTH], [rows, REST]), 0 beyond HEAD
+columns. In memory a head is a matrix [num_rows, HEAD] with `stride` elements from row to row.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -21,11 +21,7 @@ def load_rows(
     ptr, start, stride, num_rows,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Load a tile [ROWS, WIDTH] of a matrix [num_rows, HEAD] in memory at `ptr`, from row `start`;
-    columns beyond HEAD are 0. `stride`: elements from row to row.
-
-    With EDGE rows beyond num_rows are 0 too; otherwise all ROWS rows must exist.
-    """
+    """[ROWS, WIDTH] from row `start`. With EDGE rows beyond num_rows are 0; else all must exist."""
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, WIDTH)
     ptrs = ptr + tl.cast(start, tl.int64) * stride + (rows[:, None] * stride + dims[None, :])
@@ -45,13 +41,7 @@ def load_head(
     ptr, start, stride, num_rows,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, HEAD: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Load ROWS rows of an attention head, a matrix [num_rows, HEAD] in memory at `ptr`, from row
-    `start`. Returns a tuple of tiles: ([ROWS, WIDTH],), or with REST above 0 ([ROWS, WIDTH],
-    [ROWS, REST]); the first tile has the first WIDTH columns of the head. Columns beyond HEAD are
-    0. `stride`: elements from row to row.
-
-    With EDGE rows beyond num_rows are 0; otherwise all ROWS rows must exist.
-    """
+    """[ROWS, head] from row `start`; EDGE as in `load_rows`."""
     if REST:
         values = (
             load_rows(ptr, start, stride, num_rows, ROWS, WIDTH, WIDTH, EDGE),
@@ -64,9 +54,6 @@ def load_head(
 
 @triton.jit
 def _load_where(ptr, stride, chosen, ROWS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr):
-    """[ROWS, WIDTH] read from a matrix [ROWS, HEAD] in memory: the rows for which `chosen`
-    [ROWS, 1] is true. Other rows, and columns beyond HEAD, are 0.
-    """
     dims = tl.arange(0, WIDTH)
     ptrs = ptr + (tl.arange(0, ROWS)[:, None] * stride + dims[None, :])
     return tl.load(ptrs, mask=chosen & (dims[None, :] < HEAD), other=0.0)
@@ -77,11 +64,7 @@ def load_head_where(
     ptr, stride, chosen,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, HEAD: tl.constexpr,
 ):  # fmt: skip
-    """Load from a matrix [ROWS, HEAD] in memory at `ptr` (one attention head) the rows for which
-    `chosen` [ROWS, 1] is true; other rows, and columns beyond HEAD, are 0. Returns a tuple of
-    tiles: ([ROWS, WIDTH],), or with REST above 0 ([ROWS, WIDTH], [ROWS, REST]). `stride`: elements
-    from row to row.
-    """
+    """The rows for which `chosen` [ROWS, 1] is true; others are 0."""
     if REST:
         values = (
             _load_where(ptr, stride, chosen, ROWS, WIDTH, WIDTH),
@@ -96,9 +79,6 @@ def load_head_where(
 def _store_where(
     ptr, stride, value, chosen, ROWS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr
 ):
-    """Write rows of `value` [ROWS, WIDTH] to a matrix [ROWS, HEAD] in memory, without the columns
-    beyond HEAD: the rows for which `chosen` [ROWS, 1] is true.
-    """
     dims = tl.arange(0, WIDTH)
     ptrs = ptr + (tl.arange(0, ROWS)[:, None] * stride + dims[None, :])
     tl.store(ptrs, value, mask=chosen & (dims[None, :] < HEAD))
@@ -109,11 +89,7 @@ def store_head_where(
     ptr, stride, values, divisor, chosen,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, HEAD: tl.constexpr,
 ):  # fmt: skip
-    """Write rows of values / divisor to a matrix [ROWS, HEAD] in memory at `ptr` (one attention
-    head): the rows for which `chosen` [ROWS, 1] is true. `values` is a tuple of tiles,
-    ([ROWS, WIDTH],) or with REST above 0 ([ROWS, WIDTH], [ROWS, REST]); `divisor` is [ROWS, 1].
-    `stride`: elements from row to row.
-    """
+    """Write values / divisor [ROWS, 1] to the rows for which `chosen` [ROWS, 1] is true."""
     if REST:
         _store_where(ptr, stride, values[0] / divisor, chosen, ROWS, WIDTH, WIDTH)
         _store_where(ptr + WIDTH, stride, values[1] / divisor, chosen, ROWS, REST, HEAD - WIDTH)
@@ -127,15 +103,8 @@ def walk_head(
     ROWS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, HEAD: tl.constexpr, EDGE: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Load ROWS rows, from row `start`, of head number `head`, for the inner loop of a kernel.
-    Returns a tuple of tiles: ([ROWS, WIDTH],), or with REST above 0 ([ROWS, WIDTH], [ROWS, REST]),
-    where the first has the first WIDTH columns; columns beyond HEAD are 0.
-
-    Without DESCRIBED `source` is a pointer to a tensor [num_rows, heads, HEAD] whose rows are
-    `stride` and whose heads are `head_stride` elements apart; with EDGE rows beyond num_rows are 0,
-    otherwise all ROWS rows must exist. With DESCRIBED `source` is a tensor descriptor of a matrix
-    [num_rows, heads x HEAD] with blocks [ROWS, HEAD]; strides and EDGE are not used, and REST must
-    be 0.
+    """`load_head` of head number `head`, in an inner loop. With DESCRIBED `source` is a tensor
+    descriptor of a matrix [num_rows, heads x HEAD] with blocks [ROWS, HEAD], and REST must be 0.
     """
     if DESCRIBED:
         tl.static_assert(REST == 0, "a head of two tiles has no tensor descriptor")
@@ -149,9 +118,6 @@ def walk_head(
 
 @triton.jit
 def zero_head(ROWS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr):
-    """float32 zeros for ROWS rows of an attention head, as a tuple of tiles: ([ROWS, WIDTH],), or
-    with REST above 0 ([ROWS, WIDTH], [ROWS, REST]).
-    """
     if REST:
         values = (tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS, REST], tl.float32))
     else:
@@ -163,7 +129,6 @@ def zero_head(ROWS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr):
 def _add_rows(
     ptr, start, stride, num_rows, value, ROWS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr
 ):
-    """Add `value` [ROWS, WIDTH] to a matrix [num_rows, HEAD] in memory, from row `start`."""
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, WIDTH)
     ptrs = ptr + tl.cast(start, tl.int64) * stride + (rows[:, None] * stride + dims[None, :])
@@ -176,12 +141,7 @@ def add_head(
     ptr, start, stride, num_rows, values,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, HEAD: tl.constexpr,
 ):  # fmt: skip
-    """Add `values` to a matrix [num_rows, HEAD] in memory at `ptr` (one attention head), in place,
-    from row `start` and without atomics (no other program may write these rows at the time); rows
-    beyond num_rows and columns beyond HEAD are left out. `values` is a tuple of tiles,
-    ([ROWS, WIDTH],) or with REST above 0 ([ROWS, WIDTH], [ROWS, REST]). `stride`: elements from row
-    to row.
-    """
+    """Add from row `start` without atomics: no other program may write these rows."""
     if REST:
         _add_rows(ptr, start, stride, num_rows, values[0], ROWS, WIDTH, WIDTH)
         _add_rows(ptr + WIDTH, start, stride, num_rows, values[1], ROWS, REST, HEAD - WIDTH)
@@ -191,9 +151,7 @@ def add_head(
 
 @triton.jit
 def times_factor(values, factor):
-    """Each tile [rows, columns] of the tuple `values` (one attention head in one or two tiles)
-    times `factor`, a number or a column [rows, 1]; a new tuple.
-    """
+    """`factor`: a number or [rows, 1]."""
     if len(values) == 2:
         product = (values[0] * factor, values[1] * factor)
     else:
@@ -203,10 +161,7 @@ def times_factor(values, factor):
 
 @triton.jit
 def dot_heads(a, b, PRECISION: tl.constexpr):
-    """a b^T of two matrices a [M, HEAD] and b [N, HEAD] of head vectors, each a tuple of one or two
-    tiles that divide the HEAD columns; the result is one tile [M, N], float32. PRECISION:
-    `input_precision` of `tl.dot`.
-    """
+    """a b^T [M, N] float32 of a [M, head] and b [N, head]."""
     product = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)
     if len(a) == 2:
         product = tl.dot(a[1], tl.trans(b[1]), product, input_precision=PRECISION)
@@ -215,10 +170,7 @@ def dot_heads(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def dot_head(weights, values, total, PRECISION: tl.constexpr):
-    """total + weights values, where `weights` is a tile [rows, columns], and `values`
-    [columns, head] and `total` [rows, head] are tuples of one or two tiles of a head's columns.
-    Returns a tuple like `total`. PRECISION: `input_precision` of `tl.dot`.
-    """
+    """total [rows, head] + weights [rows, columns] values [columns, head]."""
     first = tl.dot(weights, values[0], total[0], input_precision=PRECISION)
     if len(values) == 2:
         added = (first, tl.dot(weights, values[1], total[1], input_precision=PRECISION))

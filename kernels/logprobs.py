@@ -2,22 +2,19 @@
 
     hidden [T, H], weight [V, H], targets [T]  ->  log-probs [T], entropies [T]
 
-Logits exist for one chunk of tokens at a time. With z = hidden weight^T / temperature, p =
-softmax(z), m = max z and s = sum e^(z-m):
+Logits exist for one chunk of tokens at a time, and backward recomputes them. With z = hidden
+weight^T / temperature, p = softmax(z), m = max z and s = sum e^(z-m):
 
     forward   log p[y] = (z[y] - m) - log s        H = log s - sum (z-m) e^(z-m) / s
     backward  dz = g_logp (1[y] - p) - g_H p (log p + H)
 
-Backward recomputes each chunk's logits from m, log s and H, the only saved statistics. m and log s
-are kept apart, since their sum would round log s away. Results are float32, or float64 for float64
-inputs.
+m and log s are kept apart, since their sum would round log s away. Results are float32, or float64
+for float64 inputs.
 
 With a soft cap c (Gemma 2, arXiv:2408.00118) z = c tanh(hidden weight^T / c) / temperature, and the
 gradient of the product is dz (1 - (z temperature / c)^2).
 
-The rows of `weight` may be split over tensor-parallel ranks (`VocabularyShard`): forward then does
-two all-reduces a chunk, backward one in all. To add an implementation, write a function with the
-arguments that `BACKENDS` names and list it there.
+Over a split vocabulary forward does two all-reduces a chunk, backward one in all.
 """
 
 from __future__ import annotations
@@ -41,43 +38,32 @@ from megarl.kernels.logprobs_liger import liger_logprobs
 from megarl.kernels.logprobs_torch import row_blocks
 
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
-"""Bytes of one chunk of logits, by device: enough for fast matrix products, small beside a
-model."""
+"""Of a chunk of logits: enough for fast matrix products, small beside a model."""
 BLOCK_BYTES = 8 * 2**20
-"""Bytes that oneDNN writes at a time on CPU: small enough to be in cache when they are copied."""
+"""That oneDNN writes at a time on CPU, so that they are in cache when they are copied."""
 TILE_ROWS = 128
-"""On GPUs, tokens of a chunk are a multiple of this where possible: GPUs multiply matrices in such
-tiles."""
+"""Chunks on GPUs are a multiple of this where possible, as GPUs multiply in such tiles."""
 
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """This tensor-parallel rank's part of the vocabulary: consecutive rows of the output head
-    [V, H], from row `first` on, as many as the rank's weight tensor has. Parts may differ in size
-    and may be empty; `rows` is the number of rows of the largest. `rank` and `size` are this rank's
-    number and the number of ranks that together hold all V rows; `reduce_max` and `reduce_sum`
-    all-reduce a tensor over these ranks in place and return it.
+    """This rank's consecutive rows of the output head [V, H]; shards may differ in size and be
+    empty.
     """
 
     first: int
-    """First vocabulary row on this rank. Shards may differ in size, and may be empty."""
     rows: int
-    """Rows of the largest shard, so that all ranks split the tokens into the same chunks."""
+    """Of the largest shard, so that all ranks split the tokens into the same chunks."""
     reduce_max: Callable[[torch.Tensor], torch.Tensor]
-    """All-reduce with maximum over the ranks of the vocabulary, in place; returns its argument."""
+    """All-reduce with maximum over `size` ranks, in place; returns its argument."""
     reduce_sum: Callable[[torch.Tensor], torch.Tensor]
-    """All-reduce with sum over the ranks of the vocabulary, in place; returns its argument."""
+    """As `reduce_max`, with sum."""
     rank: int = 0
-    """Index of this rank among those that share the vocabulary."""
     size: int = 1
-    """Number of ranks that share the vocabulary."""
 
 
 def passes_for(hidden: torch.Tensor) -> ModuleType:
-    """The module whose functions `statistics` and `gradient_` compute softmax statistics and
-    gradients of one chunk of logits: `logprobs_triton` if `hidden` is on a GPU and not float64,
-    else `logprobs_torch`. Only device and dtype of `hidden` are read.
-    """
+    """The module whose `statistics` and `gradient_` compute on the device and dtype of `hidden`."""
     if hidden.is_cuda and hidden.dtype != torch.float64:
         from megarl.kernels import logprobs_triton
 
@@ -90,16 +76,8 @@ def passes_for(hidden: torch.Tensor) -> ModuleType:
 def token_chunks(
     hidden: torch.Tensor, weight: torch.Tensor, shard: VocabularyShard | None, copies: int = 1
 ) -> tuple[list[slice], torch.Tensor]:
-    """Split the T tokens of `hidden` [T, H] into chunks, so that logits exist for one chunk at a
-    time. `weight` [V, H] is the output head; with `shard` (None: the whole vocabulary is here) V
-    counts this rank's rows.
-
-    Returns the chunks as slices of the T tokens, and an uninitialised buffer
-    [tokens of the largest chunk, V] for the logits of one chunk, in the dtype of `hidden`. Chunks
-    have at least one token, and otherwise so few that `copies` (1 or more) tensors like the buffer
-    together take at most 64 MiB on CPU and 512 MiB on GPUs (`CHUNK_BYTES`). Lengths differ by at
-    most one token; on GPUs, if 128 tokens fit, they are multiples of 128 but for the last. The
-    slices are the same on all ranks that share the vocabulary.
+    """Slices of the T tokens, the same on all ranks of the vocabulary, and a buffer [largest chunk,
+    V] for logits. `copies` such buffers take at most `CHUNK_BYTES`.
     """
     num_tokens, columns = hidden.shape[0], max(1, shard.rows if shard else weight.shape[0])
     rows = CHUNK_BYTES["cuda" if hidden.is_cuda else "cpu"] // (
@@ -112,16 +90,13 @@ def token_chunks(
     # the V products of its gradient one after the other, with ten times the rounding error.
     ends = [min(num_tokens, i * units // chunks * unit) for i in range(chunks + 1) if chunks]
     slices = [slice(*pair) for pair in itertools.pairwise(ends)]
-    longest = max((one.stop - one.start for one in slices), default=0)
+    longest = max((chunk.stop - chunk.start for chunk in slices), default=0)
     return slices, hidden.new_empty(longest, weight.shape[0])
 
 
 def chunk_logits(hidden: torch.Tensor, weight: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-    """Logits hidden weight^T [C, V] of a chunk of C tokens, in the dtype of `hidden`; not divided
-    by the temperature, and without gradients.
-
-    `hidden` [C, H], `weight` [V, H]. `buffer` [at least C, V] is memory that is overwritten: the
-    result is its first C rows, or new memory if the result is small.
+    """hidden [C, H] weight [V, H]^T, without temperature and gradients, in `buffer` [at least C, V]
+    or, if it is small, in new memory.
     """
     logits = buffer[: hidden.shape[0]]
     if not onednn_supports(hidden):
@@ -136,17 +111,14 @@ def chunk_logits(hidden: torch.Tensor, weight: torch.Tensor, buffer: torch.Tenso
 
 
 def cap_(logits: torch.Tensor, cap: float | None) -> None:
-    """Apply the soft cap of Gemma 2 to `logits` (any shape) in place: logits become cap tanh(logits
-    / cap). With `cap` None the logits stay as they are.
-    """
+    """cap tanh(logits / cap), in place."""
     if cap is not None:
         logits.div_(cap).tanh_().mul_(cap)
 
 
 def add_outer(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:
-    """Add the part of one chunk of C tokens to the gradient of the output head: `total` [V, H] +=
-    `grad`^T `hidden`, in place and in the dtype of `total`. `grad` [C, V] is the gradient of the
-    chunk's logits, `hidden` [C, H] the chunk's hidden states.
+    """`total` [V, H] += `grad`^T `hidden` in place and in the dtype of `total`. `grad` [C, V],
+    `hidden` [C, H].
     """
     if total.dtype == grad.dtype and not onednn_supports(hidden):
         total.addmm_(grad.T, hidden)
@@ -160,12 +132,9 @@ def add_outer(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> 
 def _merged(
     statistics: tuple[torch.Tensor, ...], owned: torch.Tensor, shard: VocabularyShard | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """All-reduce the softmax statistics of a chunk of C tokens over the ranks that share the
-    vocabulary; with `shard` None there is one rank.
-
-    `statistics`: m, s, t and z[target] - m, [C] each, over this rank's words; `row_statistics` has
-    their formulas. `owned` [C] bool: whether this rank holds the target. Returns m [C] and, stacked
-    [4, C], s, t, z[target] - m over all words and the number of ranks that hold the target.
+    """All-reduce `row_statistics` of this rank's words. `owned` [C] bool: whether it holds the
+    target. Returns m [C] and, stacked [4, C], s, t, z[target] - m and the number of ranks that hold
+    the target.
     """
     m, s, t, z_y = statistics
     if shard is None:
@@ -182,27 +151,22 @@ def _merged(
 def row_statistics(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float, shard: VocabularyShard | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Softmax statistics of a chunk of C tokens, from which log-probs and entropies follow: log
-    p[target] = (z[target] - m) - log s and entropy = log s - t / s. Returns, each [C] float32
-    (float64 for float64 logits), with z = logits / temperature and all sums over the whole
-    vocabulary:
+    """Softmax statistics of a chunk over the whole vocabulary, each [C] float32 or float64, with z
+    = logits / temperature:
 
         m = max z        s = sum e^(z-m)        t = sum (z-m) e^(z-m)        z[target] - m
 
-    `logits` [C, V of this rank] are not changed; on a rank whose part of the vocabulary is empty,
-    `logits` may be any tensor without elements. `targets` [C] int64 are ids of the whole
-    vocabulary; an id outside of it fails an assertion, which on GPUs is raised at a later CUDA
-    call. With `shard` all ranks that share the vocabulary must call this together, since it does
-    all-reduces; None stands for one rank with the whole vocabulary.
+    A target outside the vocabulary fails an assertion, at a later CUDA call on GPUs. Collective
+    with `shard`.
     """
     first, num_rows = shard.first if shard else 0, logits.shape[1] if logits.numel() else 0
     if num_rows or not len(targets):
-        found = passes_for(logits).statistics(logits, targets, first, temperature)
+        local = passes_for(logits).statistics(logits, targets, first, temperature)
     else:
         m, *nothing = logits.new_zeros(4, len(targets), dtype=accumulator(logits.dtype))
-        found = (m.fill_(-torch.inf), *nothing)
+        local = (m.fill_(-torch.inf), *nothing)
     owned = (targets >= first) & (targets < first + num_rows)
-    m, (s, t, z_y, owners) = _merged(found, owned, shard)
+    m, (s, t, z_y, owners) = _merged(local, owned, shard)
     torch.ops.aten._assert_async.msg(
         (owners == 1).all(), "a target is outside the vocabulary, or vocabulary shards overlap"
     )
@@ -210,10 +174,6 @@ def row_statistics(
 
 
 class _LinearLogProbs(torch.autograd.Function):
-    """Log-probs and entropies [T] with the gradients of hidden states and output head, by the
-    formulas at the top of this module.
-    """
-
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, shard, cap):
         dtype, num_rows = accumulator(hidden.dtype), weight.shape[0]
@@ -264,9 +224,9 @@ class _LinearLogProbs(torch.autograd.Function):
                 add_outer(grad_weight, grad, hidden[chunk])
         if shard and grad_hidden is not None and grad_hidden.numel():
             shard.reduce_sum(grad_hidden)
-        given = (grad_hidden, hidden.dtype), (grad_weight, weight.dtype)
+        grads = (grad_hidden, hidden.dtype), (grad_weight, weight.dtype)
         return (
-            *(grad.to(dtype) if grad is not None else None for grad, dtype in given),
+            *(grad.to(dtype) if grad is not None else None for grad, dtype in grads),
             *(None, None, None, None),
         )
 
@@ -275,8 +235,9 @@ BACKENDS: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {
     "chunked": _LinearLogProbs.apply,
     "liger": liger_logprobs,
 }
-"""{name: implementation}, called with (hidden, weight, targets, temperature, shard, cap) of
-`linear_logprobs`. `chunked` runs everywhere, `liger` needs one CUDA GPU."""
+"""{name: implementation}, called with `linear_logprobs`'s (hidden, weight, targets, temperature,
+shard, cap).
+"""
 
 
 def linear_logprobs(
@@ -288,24 +249,17 @@ def linear_logprobs(
     backend: str = "chunked",
     cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs of the tokens `targets` and entropies of the distributions softmax(hidden weight^T
-    / temperature), without storing all logits. Backward recomputes them.
-
-    Returns (log-probs [T], entropies [T]), float32, or float64 for float64 inputs. Both are
-    differentiable in `hidden` and `weight`.
+    """Log-probs of `targets` and entropies of softmax(hidden weight^T / temperature),
+    differentiable.
 
     Args:
-        hidden: [T, H] hidden states of the last layer, each at the place that predicts its target.
+        hidden: [T, H] hidden states of the last layer, each where it predicts its target.
         weight: [V, H] output head, same dtype; with `shard` this rank's rows.
-        targets: [T] int64 ids of the whole vocabulary; other ids fail an assertion, which on GPUs
-            is raised at a later CUDA call.
+        targets: [T] int64 ids; one outside fails an assertion, at a later CUDA call on GPUs.
         temperature: divisor of the logits, above 0.
-        shard: this rank's part of a vocabulary that is split over ranks, which must all call this
-            together; None for one rank with the whole vocabulary. All arguments but `weight` and
-            `shard`, and the upstream gradients, must be the same on every rank, and so are the
-            results and the gradient of `hidden`.
-        backend: "chunked" (logits of some tokens at a time; runs everywhere) or "liger" (Liger's
-            fused kernel on one CUDA GPU, without `shard` and `cap`).
+        shard: this rank's part of a split vocabulary. Its ranks call this together, with all else
+            equal; results and the gradient of `hidden` are equal too.
+        backend: "chunked" runs everywhere, "liger" needs one CUDA GPU.
         cap: soft cap of the logits before the temperature, above 0; None for none.
 
     Raises `ValueError` if the backend cannot run here, or for a temperature or cap not above 0.
@@ -315,6 +269,6 @@ def linear_logprobs(
     assert hidden.dtype == weight.dtype, f"{hidden.dtype} and {weight.dtype}"
     assert shard is None or len(weight) <= shard.rows
     if not temperature > 0 or (cap is not None and not cap > 0):
-        found = f"temperature is {temperature}, the soft cap of logits {cap}"
-        raise ValueError(f"{found}; set numbers above 0")
+        values = f"temperature is {temperature}, the soft cap of logits {cap}"
+        raise ValueError(f"{values}; set numbers above 0")
     return BACKENDS[backend](hidden, weight, targets, temperature, shard, cap)

@@ -2,14 +2,11 @@
 
     z = logits / temperature    p = softmax(z)    H = -sum p log p
 
-The vocabulary may be split over ranks: shard r has rows `first` to `first + V`; targets are ids of
-the whole vocabulary. Statistics of shards r combine as
+Shard r of the vocabulary has rows `first` to `first + V`; targets are ids of the whole. Shards'
+statistics combine as
 
     m = max m_r    s = sum s_r e^(m_r - m)    t = sum e^(m_r - m) (t_r + (m_r - m) s_r)
     z_y = z_y_r + m_r - m    of the shard r that has the target
-
-and then log p[y] = z_y - log s and H = log s - t / s. m and log s are kept apart, since their sum
-would round log s away.
 """
 
 from __future__ import annotations
@@ -21,16 +18,13 @@ import torch
 from megarl.kernels.linear import accumulator
 
 BLOCK_BYTES = 2**20
-"""Bytes of logits processed at once, so that they stay in a core's cache from pass to pass."""
+"""Of logits processed at once, so that they stay in a core's cache from pass to pass."""
 LOWEST_LOG_P = -1e4
-"""Lower bound of log p. Its exp is 0 even in float64, and 0 times it is 0, whereas 0 times -inf is
-NaN."""
+"""Lower bound of log p: 0 times -inf would be NaN."""
 
 
 def row_blocks(num_rows: int, row_bytes: int, block_bytes: int) -> Iterator[slice]:
-    """Slices of `num_rows` rows into blocks of neighbours, each of at most `block_bytes` bytes at
-    `row_bytes` bytes a row, and of one row at least.
-    """
+    """Slices of neighbouring rows of at most `block_bytes` bytes, and of one row at least."""
     step = max(1, block_bytes // max(1, row_bytes))
     return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
 
@@ -38,10 +32,7 @@ def row_blocks(num_rows: int, row_bytes: int, block_bytes: int) -> Iterator[slic
 def _target_columns(
     targets: torch.Tensor, first: int, vocabulary: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each target's column [C, 1] in this shard, and whether it is inside the shard [C] bool.
-
-    The column of a target outside is arbitrary.
-    """
+    """Each target's column [C, 1] in this shard, and whether it is inside [C]."""
     column = targets - first
     return column.clamp(0, vocabulary - 1)[:, None], (column >= 0) & (column < vocabulary)
 
@@ -49,14 +40,9 @@ def _target_columns(
 def statistics(
     logits: torch.Tensor, targets: torch.Tensor, first: int, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """First pass over the logits [C, V] of a chunk of C tokens: softmax statistics of each token.
-
-    Returns m = max z, s = sum e^(z-m), t = sum (z-m) e^(z-m) and z[target] - m, with z = logits /
-    temperature; each [C] float32, or float64 for float64 logits. The V logits are those of the
-    vocabulary's rows `first` to `first` + V, since a rank may hold a part only; sums run over
-    these. `targets` [C] int64 are ids of the whole vocabulary; for one that is not among the V,
-    z[target] - m is 0. A token with only logits -inf has m = -inf and s = t = 0. `logits` is not
-    changed.
+    """First pass over `logits` [C, V], not changed: m = max z, s = sum e^(z-m), t = sum (z-m)
+    e^(z-m) and z[target] - m (0 outside), each [C] float32 or float64. Only logits -inf: m = -inf
+    and s = t = 0.
     """
     num_rows, vocabulary = logits.shape
     dtype = accumulator(logits.dtype)
@@ -86,14 +72,8 @@ def gradient_(
     grad_logprobs: torch.Tensor,
     grad_entropy: torch.Tensor,
 ) -> None:
-    """Second pass over a chunk of C tokens: replace `logits` [C, V], in place, by their gradient
-    (g_logp (1[y] - p) - g_H p (log p + H)) / temperature, where p = softmax(z), z = logits /
-    temperature, and 1[y] is 1 at the target y, else 0.
-
-    `logits` have not been divided by the temperature, and belong to the vocabulary's rows `first`
-    to `first` + V. All other tensors are [C]: `targets` int64 (y) are ids of the whole vocabulary;
-    m = `m` (largest logit / temperature), log_s = log sum e^(z-m) and H = `entropy` are over the
-    whole vocabulary; g_logp = `grad_logprobs` and g_H = `grad_entropy` are the upstream gradients.
+    """Second pass: replace `logits` [C, V] in place by (g_logp (1[y] - p) - g_H p (log p + H)) /
+    temperature. Other tensors are [C], over the whole vocabulary.
     """
     num_rows, vocabulary = logits.shape
     dtype = accumulator(logits.dtype)

@@ -1,9 +1,5 @@
-"""The two passes over a chunk of logits as Triton kernels, for GPUs: softmax statistics, and the
-gradient of the logits.
-
-The first pass reads the logits once, the second reads and writes them once. Arguments, results and
-formulas are those of the functions of the same names in logprobs_torch.py, with which tests compare
-them.
+"""The two passes over a chunk of logits as Triton kernels, for GPUs. Arguments, results and
+formulas are those of logprobs_torch.py.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -20,9 +16,10 @@ BLOCK = 4096
 NUM_WARPS = 4
 _LOWEST_LOG_P = tl.constexpr(-1e4)
 _LAUNCH = dict(BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=False)
-"""Options of both launches. Without fusion the largest logit minus the maximum is exactly 0. A fused
-multiply-add would subtract the rounded maximum from the unrounded product: seen on an H200 as an
-error of 6.5e-4 of the sum for a logit of 3e4."""
+"""Without fusion the largest logit minus the maximum is exactly 0. A fused multiply-add would
+subtract the rounded maximum from the unrounded product: an error of 6.5e-4 of the sum on an H200,
+for a logit of 3e4.
+"""
 
 
 @triton.jit
@@ -37,7 +34,7 @@ def _statistics(
     scale,
     BLOCK: tl.constexpr,
 ):
-    """Statistics of one row of logits: running maximum and, in each lane, sums relative to it."""
+    """One row of logits: running maximum and, in each lane, sums relative to it."""
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * stride
     lanes = tl.arange(0, BLOCK)
@@ -76,7 +73,7 @@ def _gradient(
     logits_ptr, targets_ptr, m_ptr, log_s_ptr, entropy_ptr, grad_logprobs_ptr, grad_entropy_ptr,
     stride, first, vocabulary, scale, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gradient with respect to one block of one row of logits, in place; see `gradient_`."""
+    """One block of one row of logits, in place."""
     row = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     logits_ptr += row.to(tl.int64) * stride
@@ -91,7 +88,6 @@ def _gradient(
 
 
 def _check(logits: torch.Tensor) -> None:
-    """Raise `ValueError` for float64 logits."""
     if logits.dtype == torch.float64:
         raise ValueError(
             "the Triton log-prob kernels compute in float32; for float64 logits use"
@@ -103,24 +99,16 @@ def _check(logits: torch.Tensor) -> None:
 def statistics(
     logits: torch.Tensor, targets: torch.Tensor, first: int, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """First pass over the logits [C, V] of a chunk of C tokens on a GPU: softmax statistics of each
-    token.
-
-    Returns m = max z, s = sum e^(z-m), t = sum (z-m) e^(z-m) and z[target] - m, with z = logits /
-    temperature; each [C] float32. The V logits are those of the vocabulary's rows `first` to
-    `first` + V; sums run over these. `targets` [C] int64 are ids of the whole vocabulary; for one
-    that is not among the V, z[target] - m is 0. `logits` is not changed. Raises `ValueError` for
-    float64 logits.
-    """
+    """As in logprobs_torch.py. Raises `ValueError` for float64 logits."""
     _check(logits)
     num_rows, vocabulary = logits.shape
-    found = torch.empty(4, num_rows, dtype=torch.float32, device=logits.device)
+    results = torch.empty(4, num_rows, dtype=torch.float32, device=logits.device)
     if num_rows:
         _statistics[(num_rows,)](
-            logits, targets.contiguous(), found, logits.stride(0), first, vocabulary, num_rows, 1.0 / temperature,
+            logits, targets.contiguous(), results, logits.stride(0), first, vocabulary, num_rows, 1.0 / temperature,
             **_LAUNCH,
         )  # fmt: skip
-    m, s, t, z_y = found
+    m, s, t, z_y = results
     return m, s, t, z_y
 
 
@@ -135,16 +123,7 @@ def gradient_(
     grad_logprobs: torch.Tensor,
     grad_entropy: torch.Tensor,
 ) -> None:
-    """Second pass over a chunk of C tokens on a GPU: replace `logits` [C, V], in place, by their
-    gradient (g_logp (1[y] - p) - g_H p (log p + H)) / temperature, where p = softmax(z), z = logits
-    / temperature, and 1[y] is 1 at the target y, else 0.
-
-    `logits` have not been divided by the temperature, and belong to the vocabulary's rows `first`
-    to `first` + V. All other tensors are [C]: `targets` int64 (y) are ids of the whole vocabulary;
-    `m` (largest logit / temperature), log_s = log sum e^(z-m) and H = `entropy` are over the whole
-    vocabulary; g_logp = `grad_logprobs` and g_H = `grad_entropy` are the upstream gradients. Raises
-    `ValueError` for float64 logits.
-    """
+    """As in logprobs_torch.py. Raises `ValueError` for float64 logits."""
     _check(logits)
     num_rows, vocabulary = logits.shape
     if num_rows:

@@ -1,11 +1,9 @@
-"""Split a masked attention problem into pieces that kernels with a plain causal mask can compute.
+"""Split a masked attention problem into regions that kernels with a plain causal mask can compute.
 
-With queries and keys sorted by position, each query sees a range of keys that grows from query to
-query: a staircase. A staircase splits into rectangles (all visible) and causal triangles, which
-need no mask; contiguous, zigzag and striped splits contain nothing else. Irregular staircases
-become small tiles with an explicit mask. With a sliding window the range also loses keys at its
-beginning: a band, which splits into rectangles and the tiles at its two edges. Small pieces of
-similar shape, as from many short documents, are padded and computed as one batch.
+With queries and keys sorted by position, the range of keys grows from query to query: a staircase.
+It splits into rectangles and causal triangles, which need no mask; regular splits over ranks
+contain nothing else. Irregular staircases become tiles with a mask. A sliding window makes a band:
+rectangles, and tiles at its edges. Small regions of similar shape form padded batches.
 """
 
 from __future__ import annotations
@@ -19,60 +17,43 @@ from typing import NamedTuple
 import torch
 
 TILE = 64
-"""Maximum number of queries in an attention call with an explicit mask. Where the mask is a plain
-causal triangle or rectangle, calls are larger and need no explicit mask."""
+"""Most queries in a call with an explicit mask."""
 TILE_KEYS = 512
-"""Maximum number of keys in an attention call with an explicit mask."""
 SMALL_SCORES = 128 * 128
-"""Regions with at most this many scores (queries x keys) are put into batches: computing so many
-takes about as long as launching one kernel call."""
+"""Regions of so many scores, which take about one kernel launch, form batches."""
 BATCH_SCORES = 2**20
-"""Maximum number of scores in one batched kernel call; bounds the memory of masks and copies."""
+"""Most scores in a batched call; bounds the memory of masks and copies."""
 BAND_TILE = 512
-"""Maximum number of queries in a tile of a band (the keys within a sliding window); a quarter of
-the band's width where that is less. The tile's triangle at the lower edge of the band is computed
-as a square."""
+"""Most queries in a tile of a band, or a quarter of its width."""
 WIDE_TILE = 256
-"""Maximum number of queries in a tile of a band, where masks are cheap and the band is at least
-four times as wide; elsewhere `TILE`. The keys that all queries of a wide tile attend to need no
-mask, and those at both edges of the band are one call for every `TILE` queries."""
+"""As `BAND_TILE`, where masks are cheap and the band is four times as wide; elsewhere `TILE`."""
 SIDE_RATIO = 1.25
-"""Approximate maximum ratio between the lengths of regions in a batch; bounds the padding."""
+"""About the largest ratio of lengths of regions in a batch; bounds the padding."""
 
 
 @dataclass(frozen=True)
 class MaskRegion:
-    """A region of an attention problem: queries [q0, q1) and keys [k0, k1), numbered in the order
-    of their positions, and which of the keys the queries attend to: `kind` "full" (all), "causal"
-    (lower triangle), "stairs" or "band start" (from each query's first to its last key, by an
-    explicit mask; "band start" is the beginning of sliding windows), or "edges" (like "stairs",
-    without the keys [g0, g1) of `gap`, which belong to another region).
-    """
+    """Queries [q0, q1) and keys [k0, k1), numbered in the order of their positions."""
 
     q0: int
     q1: int
     k0: int
     k1: int
     kind: str
-    """Which keys of the region the queries attend to. "full": all. "causal": the lower triangle of
-    a square region. "stairs" and "band start": those between the query's first and last key
-    (`RegionLimits`), through an explicit mask; two kinds, because a query is in one region of each
-    kind at most, so that regions of a kind may be one batch. "edges": like "stairs", without the
-    keys of `gap`, and never in a batch."""
+    """Which keys the queries attend to. "full": all. "causal": the lower triangle of a square.
+    "stairs", "band start": those in `RegionLimits`, by a mask; a query is in one region of each
+    kind at most, as batches require. "edges": "stairs" without the keys of `gap`, never in a batch.
+    """
     gap: tuple[int, int] = (0, 0)
     """Keys [g0, g1) of an "edges" region that are in another region; k0 <= g0 < g1 <= k1."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(number of queries, number of keys) of the region. Keys of `gap`, a range in the middle
-        of an "edges" region that belongs to another region, are not counted.
-        """
+        """(queries, keys without those of `gap`)"""
         return self.q1 - self.q0, self.k1 - self.k0 - (self.gap[1] - self.gap[0])
 
     def keys(self) -> torch.Tensor:
-        """The numbers [m] int64 of the region's keys in the order of positions, without the keys of
-        `gap`, a range in the middle of an "edges" region that belongs to another region.
-        """
+        """Numbers [m] int64 of the keys without those of `gap`."""
         if self.kind != "edges":
             return torch.arange(self.k0, self.k1)
         g0, g1 = self.gap
@@ -84,42 +65,32 @@ MASKED = ("stairs", "band start", "edges")
 
 
 class RegionLimits(NamedTuple):
-    """The range of keys that each of Lq queries attends to: from key number `first` to key number
-    `upto` - 1, both [Lq] int64, where keys are numbered in the order of their positions.
-    """
+    """Each of Lq queries attends to keys `first` to `upto` - 1."""
 
     first: torch.Tensor
-    """[Lq] int64 number of the first key that the query attends to."""
+    """[Lq] int64"""
     upto: torch.Tensor
-    """[Lq] int64 number of the last key that the query attends to, plus 1."""
+    """[Lq] int64"""
 
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One call of a ready-made attention kernel, as `PieceBlock` makes it: which rows of q
-    (`queries`) and of k and v (`keys`) it takes, as slices or as indices [B, n] for a batch, and
-    its mask (`causal`, or `mask` [B, 1, n or 1, m] float32 added to the scores). It computes one
-    region of queries and keys, or a batch of regions that are padded to one shape; `real` are the
-    indices in the flattened `queries` that are no padding, None if there is none.
+    """A call of a ready-made attention kernel: a region, or a batch of regions padded to one
+    shape.
     """
 
     queries: slice | torch.Tensor
-    """Rows of the sorted q, or [B, n] int64 rows for a batch, whose short regions are padded by
-    repeating a row."""
+    """Rows of the sorted q; [B, n] int64 for a batch, padded by repeating a row."""
     keys: slice | tuple[slice, ...] | torch.Tensor
-    """Rows of the sorted k and v: a slice, several slices one after the other, or [B, m] int64 rows
-    for a batch, whose short regions are padded by repeating a row."""
+    """As `queries`, of k and v; or several slices one after the other."""
     causal: bool
     """Whether the kernel applies its causal mask; then n = m."""
     mask: torch.Tensor | None
-    """[B, 1, n or 1, m] float32 mask added to the scores: 0, or -inf for keys not attended to.
-    Every query attends to at least one key. None where no mask is needed."""
+    """[B, 1, n or 1, m] float32: 0, or -inf for hidden keys. Every query attends to a key."""
     real: torch.Tensor | None = None
-    """Indices of the entries of the flattened `queries` [B * n] that are not padding; None if there
-    is no padding."""
+    """Indices of the flattened `queries` [B * n] that are no padding; None for all."""
 
     def to(self, device: torch.device) -> KernelCall:
-        """A copy of this kernel call's description with its tensors on `device`."""
         parts = (self.queries, self.keys, self.mask, self.real)
         queries, keys, mask, real = (
             x.to(device) if isinstance(x, torch.Tensor) else x for x in parts
@@ -129,32 +100,18 @@ class KernelCall:
 
 @dataclass(frozen=True)
 class KernelCalls:
-    """All calls of a ready-made attention kernel that together compute the attention of some
-    queries to some keys: the calls (`pieces`), and the permutations that sort queries and keys by
-    position (`query_order`, `key_order`; None where they are sorted). `PieceBlock.prepare` makes it
-    from positions, and `forward` and `backward` carry it out.
-
-    A query occurs at most once in a call, but may occur in many calls.
-    """
+    """The calls that compute some queries' attention; each has a query at most once."""
 
     query_order: torch.Tensor | None
-    """[Lq] int64 permutation that sorts the queries by position; None where they are sorted
-    already."""
+    """[Lq] int64 permutation that sorts by position, if needed."""
     key_order: torch.Tensor | None
-    """[Lk] int64 permutation that sorts the keys by position; None where they are sorted
-    already."""
     pieces: list[KernelCall]
 
 
 def _stretches(first: list[int], upto: list[int], rows: list[int]) -> Iterator[tuple[int, int]]:
-    """Split the queries into ranges [a, b) within one document. Where each query attends to as many
-    keys as the one before, or to one more, a range may be long; elsewhere it has at most `TILE`
-    queries.
-
-    Args:
-        first: for each query, the first key that it attends to.
-        upto: for each query, the last key that it attends to, plus 1.
-        rows: indices of the queries that attend to at least one key.
+    """Ranges [a, b) of queries within one document; of more than `TILE` only where each attends to
+    as many keys as the one before, or one more. `first`, `upto`: by query, its first key and the
+    last one plus 1.
     """
     # Queries without a key here may stand between others, of documents that continue the same one.
     steps = [
@@ -196,17 +153,7 @@ def _stretches(first: list[int], upto: list[int], rows: list[int]) -> Iterator[t
 def _bands(
     rows: list[int], first: list[int], upto: list[int], masks_are_cheap: bool
 ) -> Iterator[MaskRegion]:
-    """Split sliding-window attention into the regions (ranges of queries and of keys) of kernel
-    calls. Queries are taken in tiles of neighbours. The keys that all queries of a tile attend to
-    need no mask; the other keys, at both edges of the window, do.
-
-    Args:
-        rows: indices of the queries, ascending.
-        first: for each query, the index of the first key that it attends to.
-        upto: for each query, the index of the last key that it attends to, plus 1.
-        masks_are_cheap: whether a kernel call with an explicit mask takes about as long as one
-            without; then tiles are wider, and their masked keys are in one region.
-    """
+    """Tiles of neighbouring queries: their common keys need no mask, those at both edges do."""
     width = max(u - f for f, u in zip(first, upto, strict=True))
     if masks_are_cheap:
         most = WIDE_TILE if width >= 4 * WIDE_TILE else TILE
@@ -234,23 +181,17 @@ def _bands(
             if inner_high < high:
                 above = next(i for i in range(a, b) if upto[i] > inner_high)
                 is_triangle = upto[above:b] == list(range(inner_high + 1, high + 1))
-                kind = "causal" if is_triangle else "stairs"
-                yield MaskRegion(rows[above], rows[b - 1] + 1, inner_high, high, kind)
+                mask_kind = "causal" if is_triangle else "stairs"
+                yield MaskRegion(rows[above], rows[b - 1] + 1, inner_high, high, mask_kind)
         a = b
 
 
 def _masked(
     rows: list[int], first: list[int], upto: list[int], a: int, b: int
 ) -> Iterator[MaskRegion]:
-    """Split the sliding-window attention of one tile of queries, `rows[a:b]`, into regions of
-    kernel calls, for a kernel to which an explicit mask costs nothing.
-
-    The keys that all queries of the tile attend to are one region without a mask. For every `TILE`
-    queries, the other keys of these queries are one "edges" region with a mask. A tile for which
-    that does not pay (`TILE` queries or fewer, fewer common keys than queries) or where queries in
-    the middle have no other keys is split otherwise: every `TILE` queries and all their keys are
-    one masked region, "stairs". `rows`: indices of the queries; `first`, `upto`: for each query,
-    the index of the first key that it attends to, and of the last one, plus 1.
+    """Regions of the tile `rows[a:b]`: the common keys without a mask, and "edges" for every `TILE`
+    queries. Where that does not pay, or queries in the middle have no other keys, every `TILE`
+    queries and all their keys are "stairs".
     """
     low, high = max(first[a:b]), upto[a]
     has_others = [first[i] < low or upto[i] > high for i in range(a, b)]
@@ -272,15 +213,11 @@ def _masked(
 def mask_regions_of(
     queries: torch.Tensor, starts: torch.Tensor, keys: torch.Tensor, *, masks_are_cheap: bool
 ) -> tuple[list[MaskRegion], RegionLimits]:
-    """Split an attention problem into regions that are seen completely, through a causal mask, or
-    through an explicit mask (`MaskRegion.kind`). Pairs of query and key outside the regions are not
-    attended to.
+    """Regions of attended pairs, and each query's range of keys.
 
-    `queries` [Lq] and `keys` [Lk] are int64 positions, on CPU, ascending, but for queries that see
-    no key, which come first. Query i attends to the keys at positions `starts[i]` to `queries[i]`.
-    `masks_are_cheap`: whether a kernel call with an explicit mask takes about as long as one
-    without; then windows are split into fewer, masked regions. Returns the regions and the range of
-    each query's keys.
+    `queries` [Lq] and `keys` [Lk] are ascending int64 positions, on CPU, but queries that see no
+    key come first. Query i attends to keys at `starts[i]` to `queries[i]`. `masks_are_cheap`: see
+    `Operator`.
     """
     limits = RegionLimits(
         torch.searchsorted(keys, starts), torch.searchsorted(keys, queries, right=True)
@@ -310,19 +247,17 @@ def mask_regions_of(
 
 
 def _mask(span: MaskRegion, limits: RegionLimits) -> torch.Tensor:
-    """[n, m] float32 mask of a region: -inf for keys that a query does not attend to, else 0."""
+    """[n, m] float32: -inf for hidden keys, else 0."""
     keys, rows = span.keys()[None], slice(span.q0, span.q1)
     hidden = (keys >= limits.upto[rows, None]) | (keys < limits.first[rows, None])
     return torch.zeros(span.shape).masked_fill_(hidden, -torch.inf)
 
 
 Masks = dict[tuple[int | bytes, ...], torch.Tensor]
-"""{what a region's mask depends on: mask [1, 1, n, m]}, so that equal regions, as the tiles of a
-band, share one mask."""
+"""{what a mask depends on: mask [1, 1, n, m]}: equal regions, as the tiles of a band, share it."""
 
 
 def _single(span: MaskRegion, limits: RegionLimits, masks: Masks) -> KernelCall:
-    """The kernel call for one region of queries and keys. `masks`: those made before."""
     mask, rows = None, slice(span.q0, span.q1)
     if span.kind in MASKED:
         first, upto = ((x[rows] - span.k0).numpy().tobytes() for x in limits)
@@ -339,10 +274,7 @@ def _single(span: MaskRegion, limits: RegionLimits, masks: Masks) -> KernelCall:
 
 
 def _batched(spans: list[MaskRegion], limits: RegionLimits) -> KernelCall:
-    """One kernel call for several regions of one kind, padded to the same shape.
-
-    In causal regions the padding lies after every real query.
-    """
+    """Padded to one shape; in causal regions padding comes after every real query."""
     n, m = max(span.shape[0] for span in spans), max(span.shape[1] for span in spans)
     edges = torch.tensor([(span.q0, span.q1 - 1, span.k0, span.k1 - 1) for span in spans])
     q_first, q_last, k_first, k_last = edges.T[:, :, None]
@@ -352,8 +284,8 @@ def _batched(spans: list[MaskRegion], limits: RegionLimits) -> KernelCall:
     mask = None
     if spans[0].kind in MASKED:
         end = limits.upto[queries].minimum(k_last + 1)[:, :, None]
-        wanted = k_wanted[:, None]
-        hidden = (wanted >= end) | (wanted < limits.first[queries][:, :, None])
+        columns = k_wanted[:, None]
+        hidden = (columns >= end) | (columns < limits.first[queries][:, :, None])
         mask = torch.zeros(len(spans), n, m).masked_fill_(hidden, -torch.inf)[:, None]
     elif spans[0].kind == "full" and bool((k_wanted > k_last).any()):
         mask = torch.zeros(len(spans), m).masked_fill_(k_wanted > k_last, -torch.inf)[:, None, None]
@@ -362,11 +294,7 @@ def _batched(spans: list[MaskRegion], limits: RegionLimits) -> KernelCall:
 
 
 def pieces_of(spans: list[MaskRegion], limits: RegionLimits) -> list[KernelCall]:
-    """Kernel calls that compute all regions `spans`, each a block of queries and keys with its kind
-    of mask; small regions of the same kind and similar shape are padded and become one batch.
-    `limits` is the range of keys of each query. `mask_regions_of` returns both. Tensors of the
-    result are on the CPU.
-    """
+    """Calls for `spans`; small ones of one kind and similar shape form batches. On the CPU."""
     groups: dict[tuple[str, int, int], list[MaskRegion]] = {}
     pieces, masks = list[KernelCall](), Masks()
     for span in spans:
@@ -381,6 +309,6 @@ def pieces_of(spans: list[MaskRegion], limits: RegionLimits) -> list[KernelCall]
         most = max(1, BATCH_SCORES // area)
         for start in range(0, len(group), most):
             some = group[start : start + most]
-            one = len(some) == 1
-            pieces.append(_single(some[0], limits, masks) if one else _batched(some, limits))
+            single = len(some) == 1
+            pieces.append(_single(some[0], limits, masks) if single else _batched(some, limits))
     return pieces

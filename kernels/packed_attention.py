@@ -4,11 +4,11 @@
 
 `training.attention` names the implementation:
 
-* torch: torch's variable-length flash attention (CUDA, 16 bit), and elsewhere batches of documents
-  of similar length through `scaled_dot_product_attention`.
+* torch: variable-length flash attention (CUDA, 16 bit), elsewhere batches of documents of similar
+  length through `scaled_dot_product_attention`.
 * flash_attn: the package flash-attn (CUDA, 16 bit; `megarl.kernels.packed_varlen`).
-* auto: flash_attn where FlashAttention-4 is installed, supports the GPU and computes what the
-  reference does, in 16 bit; else torch.
+* auto: flash_attn where FlashAttention-4 supports the GPU and computes what the reference does, in
+  16 bit; else torch.
 * reference: matrix products, in memory that grows with the square of the longest document.
 
 Kernels of variable length are compared with the reference in float64 before their first use.
@@ -36,52 +36,40 @@ from megarl.kernels.packed_varlen import (
 PackedBackend = Literal["auto", "torch", "flash_attn", "reference"]
 
 BUCKET_SLACK = 1.25
-"""Documents are padded to one batch if the longest is at most this many times the shortest, or at
-most 4 tokens longer; bounds padding."""
+"""The longest document of a batch is at most this many times the shortest, or 4 tokens longer."""
 
 ALIGNED = 8
-"""Torch's memory-efficient kernel takes head widths that are multiples of this number."""
+"""Torch's memory-efficient kernel takes multiples of this head width."""
 
 TRIED_LENGTHS = (1, 7, 130)
-"""Lengths, in tokens, of the three documents on which a kernel is compared with the reference."""
+"""Tokens of the documents on which kernels are compared with the reference."""
 TRIED_HEADS = (8, 2, 128)
-"""Query heads, KV heads and head width on which FlashAttention-4 is compared before `auto` takes
-it."""
+"""Query heads, KV heads and head width on which FlashAttention-4 is compared for `auto`."""
 TRIED_ROUNDINGS = 8
-"""Largest error that a kernel may have in this comparison, in roundings (eps of the dtype times the
-largest value) of the same result. A right kernel is within two; a wrong scale, mask or head is off
-by many times this bound."""
+"""Largest error in that comparison, in roundings (eps of the dtype times the largest value). A
+right kernel is within two; a wrong scale, mask or head is off by many times this.
+"""
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Boundaries of the documents in a packed sequence of T tokens, and a division of the documents
-    into padded batches of similar length. `packed_attention` takes it.
-
-    Created once for each micro-batch with `Documents.of` and used by every layer.
+    """Boundaries of the documents in a packed sequence, and padded batches of similar length, for
+    all layers.
     """
 
     starts: torch.Tensor
     """[D + 1] int32 on the sequence's device: first token of each document, then the length T."""
     longest: int
-    """Number of tokens of the longest document."""
+    """Tokens of the longest document."""
     batches: list[torch.Tensor]
-    """For each batch of B documents, [B, L] int64 positions of their tokens. A document shorter
-    than L is padded by repeating its last position."""
+    """[B, L] int64 positions of each batch; shorter documents repeat their last one."""
     valid: list[torch.Tensor]
-    """For each batch, [number of real tokens] int64 indices into the flattened [B * L] without
-    padding."""
+    """By batch, int64 indices into the flattened [B * L] without padding."""
     order: torch.Tensor
-    """[T] int64: index of each token of the sequence in the concatenated valid tokens of all
-    batches."""
+    """[T] int64: index of each token in the concatenated valid tokens of all batches."""
 
     @staticmethod
     def of(starts: torch.Tensor) -> Documents:
-        """Make the boundaries and batches of the D documents of a packed sequence from `starts`
-        [D + 1] int32: the first token of each of the D documents, then the length T of the packed
-        sequence. Tensors of the result are on the device of `starts`. Call it once for each
-        micro-batch; all layers use the result.
-        """
         edges = starts.tolist()
         spans = sorted(
             ((a, b) for a, b in zip(edges[:-1], edges[1:], strict=True) if b > a),
@@ -102,9 +90,9 @@ class Documents:
             first = torch.tensor([a for a, _ in bucket])[:, None]
             last = torch.tensor([b - 1 for _, b in bucket])[:, None]
             length = int((last - first).max()) + 1
-            wanted = first + torch.arange(length)
-            batch = wanted.minimum(last)
-            real = (wanted <= last).flatten().nonzero()[:, 0]
+            positions = first + torch.arange(length)
+            batch = positions.minimum(last)
+            real = (positions <= last).flatten().nonzero()[:, 0]
             batches.append(batch.to(starts.device))
             valid.append(real.to(starts.device))
             order[batch.flatten()[real]] = torch.arange(filled, filled + real.numel())
@@ -121,14 +109,9 @@ def packed_attention(
     scale: float,
     backend: PackedBackend = "torch",
 ) -> torch.Tensor:
-    """Causal attention within each document of a packed sequence on one rank: q [T, Hq, D], k and v
-    [T, Hkv, D] -> [T, Hq, D]. Differentiable.
-
-    Hkv divides Hq. `documents` are the boundaries of the documents, made by `Documents.of`. Scores
-    are multiplied by `scale` before the softmax. `backend`: "torch", "flash_attn" (the package;
-    CUDA in 16 bit), "auto" (FlashAttention-4 if it works here, else torch) or "reference" (matrix
-    products). Raises `ValueError` if `backend` is not installed, and `RuntimeError` if a kernel of
-    variable length differs from the reference at its first use with these heads.
+    """Attention as above, differentiable. `scale` multiplies the scores. Raises `ValueError` if
+    `backend` is not installed, and `RuntimeError` if a kernel differs from the reference at its
+    first use with these heads.
     """
     if backend == "reference":
         return packed_reference(q, k, v, documents.starts, scale)
@@ -142,11 +125,8 @@ def packed_attention(
 def varlen_kernel(
     backend: PackedBackend, dtype: torch.dtype, device: torch.device
 ) -> Varlen | None:
-    """The variable-length attention kernel that `packed_attention` with this `backend` calls for
-    tensors of this dtype and device: a function (q [T, Hq, D], k and v [T, Hkv, D], starts [D + 1]
-    int32, tokens of the longest document, scale) -> output [T, Hq, D]. None where
-    `packed_attention` calls none (`reference`, CPU or float32). Raises `ValueError` if `backend` is
-    not installed.
+    """The kernel that `packed_attention` calls: (q, k, v, starts [D + 1] int32, tokens of the
+    longest document, scale) -> output. None for `reference`, CPU or float32.
     """
     if backend == "auto":
         backend = automatic_attention(dtype, device)[0]
@@ -160,12 +140,7 @@ def varlen_kernel(
 
 @functools.cache
 def automatic_attention(dtype: torch.dtype, device: torch.device) -> tuple[PackedBackend, str]:
-    """Which attention is used for tensors of this dtype and device where the recipe (YAML
-    configuration of the run) has `training.attention: auto`: (the backend, "flash_attn" or "torch";
-    the reason in words for the log). It is "flash_attn" if FlashAttention-4 is installed, supports
-    the GPU and dtype, and passes a comparison with the reference, which the first call makes on the
-    device; otherwise "torch".
-    """
+    """(what `auto` means here, why). The first call compares kernels."""
     capability = _capability(device)
     shown = f"compute capability {capability[0]}.{capability[1]}"
     if device.type != "cuda":
@@ -182,10 +157,8 @@ def automatic_attention(dtype: torch.dtype, device: torch.device) -> tuple[Packe
 
 
 def flash_attn_fault(dtype: torch.dtype, device: torch.device) -> str:
-    """What is wrong with the installed package flash-attn on this GPU, as one line of text; "" if
-    nothing is. A small attention problem (8 query heads, 2 KV heads, width 128) is computed with it
-    and compared with the reference. Using flash-attn replaces torch's own flash attention kernel in
-    this process; where something is wrong, torch's kernel is restored.
+    """Why the installed flash-attn fails here, after which torch's kernel is restored; "" if it
+    works.
     """
     from torch.nn.attention import restore_flash_attention_impl
 
@@ -200,18 +173,12 @@ def flash_attn_fault(dtype: torch.dtype, device: torch.device) -> str:
 def packed_reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Causal attention within each document of a packed sequence by matrix products, for
-    comparison: q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D], in q's dtype; differentiable.
-
-    `starts` [D + 1] int: first token of each document, then T. `scale` multiplies the scores.
-    Computes in float32, or float64 for float64 inputs; memory grows with the square of the longest
-    document.
-    """
-    kind, group = torch.promote_types(q.dtype, torch.float32), q.shape[1] // k.shape[1]
+    """By matrix products, in q's dtype; differentiable."""
+    dtype, group = torch.promote_types(q.dtype, torch.float32), q.shape[1] // k.shape[1]
     outs = []
     edges = starts.tolist()
     for first, end in zip(edges[:-1], edges[1:], strict=True):
-        query, key, value = (x[first:end].to(kind) for x in (q, k, v))
+        query, key, value = (x[first:end].to(dtype) for x in (q, k, v))
         key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query, key) * scale
         later = torch.ones(end - first, end - first, dtype=torch.bool, device=q.device).triu(1)
@@ -229,36 +196,30 @@ def prove_varlen(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Compare an attention kernel with the reference in float64: output and gradients of three
-    random documents with `query_heads` and `kv_heads` heads of `width` columns. `function` takes (q
-    [T, Hq, D], k and v [T, Hkv, D], starts [D + 1] int32, tokens of the longest document, scale)
-    and returns the output [T, Hq, D]. Raises `RuntimeError` if they differ by more than rounding. A
-    comparison that passed is not repeated in this process.
-
-    The comparison runs a backward pass. The first call for given heads must therefore be outside of
-    a checkpointed layer: gradient checkpointing would take this backward pass for the layer's own
-    and recompute the unfinished layer.
+    """Compare output and gradients of a kernel with the reference in float64, once for these
+    arguments. Raises `RuntimeError` if they differ by more than rounding. A checkpointed layer
+    would take its backward pass for its own: call it outside of one.
     """
     draw = torch.Generator().manual_seed(0)
     total = sum(TRIED_LENGTHS)
     starts = F.pad(torch.tensor(TRIED_LENGTHS).cumsum(0), (1, 0)).to(device, torch.int32)
     shapes = [(total, heads, width) for heads in (query_heads, kv_heads, kv_heads, query_heads)]
-    *given, upstream = (torch.randn(shape, generator=draw).to(device, dtype) for shape in shapes)
+    *inputs, upstream = (torch.randn(shape, generator=draw).to(device, dtype) for shape in shapes)
     scale = width**-0.5
 
-    def results(kind: torch.dtype) -> list[torch.Tensor]:
-        q, k, v = (x.to(kind).requires_grad_() for x in given)
+    def results(precision: torch.dtype) -> list[torch.Tensor]:
+        q, k, v = (x.to(precision).requires_grad_() for x in inputs)
         with torch.enable_grad():
-            if kind == torch.float64:
+            if precision == torch.float64:
                 out = packed_reference(q, k, v, starts, scale)
             else:
                 out = function(q, k, v, starts, max(TRIED_LENGTHS), scale)
-        return [out, *torch.autograd.grad(out, (q, k, v), upstream.to(kind))]
+        return [out, *torch.autograd.grad(out, (q, k, v), upstream.to(precision))]
 
     names = ("the output", "the gradient of q", "the gradient of k", "the gradient of v")
-    for name, found, wanted in zip(names, results(dtype), results(torch.float64), strict=True):
-        error = (found.double() - wanted).abs().max().item()
-        bound = TRIED_ROUNDINGS * torch.finfo(dtype).eps * wanted.abs().max().item()
+    for name, result, expected in zip(names, results(dtype), results(torch.float64), strict=True):
+        error = (result.double() - expected).abs().max().item()
+        bound = TRIED_ROUNDINGS * torch.finfo(dtype).eps * expected.abs().max().item()
         if not error <= bound:
             raise RuntimeError(
                 f"the attention kernel of {function.__module__}.{function.__name__} is wrong here:"
@@ -269,18 +230,14 @@ def prove_varlen(
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of a GPU; (0, 0) for the CPU."""
+    """(0, 0) for the CPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def _batched(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, scale: float
 ) -> torch.Tensor:
-    """Causal attention within each document, computed with torch's attention of equally long
-    sequences: documents of similar length form a batch, in which shorter ones are padded.
-
-    q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D], without the padding.
-    """
+    """Batches of documents of similar length, in which shorter ones are padded."""
     width = q.shape[2]
     if q.is_cuda:
         # Otherwise torch would store all scores: its memory-efficient kernel, the only other one

@@ -3,11 +3,9 @@
     q [T, Hq, D], k and v [T, Hkv, D], starts [D + 1]  ->  out [T, Hq, D]
 
 * torch's variable-length flash attention.
-* The package flash-attn, for `training.attention: flash_attn`. Two packages have the module
-  `flash_attn`. FlashAttention-4 (`flash-attn-4`, module `flash_attn.cute`) runs on compute
-  capability 9 and 10, and is called by torch, whose own kernel it replaces in the whole process.
-  FlashAttention-2 (`flash-attn`) is called directly. Where both are installed and the GPU fits, it
-  is FlashAttention-4.
+* The package flash-attn. FlashAttention-4 (`flash-attn-4`, module `flash_attn.cute`) runs on
+  compute capability 9 and 10, and replaces torch's own kernel in the whole process.
+  FlashAttention-2 (`flash-attn`) is called directly, where the other does not run.
 
 torch's kernel passed its tests on one H200 in bfloat16 (torch 2.11, head widths 64, 80 and 128).
 NOT YET RUN ON A GPU: flash-attn, float16, and a torch with `enable_gqa`. Their calls are checked
@@ -26,15 +24,13 @@ if TYPE_CHECKING:  # `megarl doctor` asks what is installed before torch can be 
     import torch
 
 CAPABILITIES = (9, 10)
-"""Major compute capabilities of the GPUs on which torch hands its calls to FlashAttention-4."""
+"""Major compute capabilities on which torch hands its calls to FlashAttention-4."""
 
 Varlen = Callable[..., "torch.Tensor"]
 
 
 def causal(scale: float) -> dict[str, Any]:
-    """Keyword arguments of torch's `varlen_attn` for causal attention with scores multiplied by
-    `scale`, where several query heads share a key and value head.
-    """
+    """Arguments of torch's `varlen_attn` for causal attention with shared KV heads."""
     return {"scale": scale, "window_size": (-1, 0), "enable_gqa": True}
 
 
@@ -46,12 +42,8 @@ def torch_varlen(
     longest: int,
     scale: float,
 ) -> torch.Tensor:
-    """Causal attention within each of D packed documents by torch's variable-length kernel: q
-    [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D], on CUDA in 16 bit; differentiable.
-
-    `starts` [D + 1] int32 on the GPU: first token of each document, then T. `longest`: number of
-    tokens of the longest document. `scale` multiplies the scores. If this torch's kernel has no
-    shared KV heads (2.11), KV heads are repeated first.
+    """`starts` [D + 1] int32 on the GPU: first token of each document, then T; `longest`: tokens of
+    the longest. Where torch's kernel has no shared KV heads (2.11), they are repeated.
     """
     from torch.nn.attention import varlen
 
@@ -65,14 +57,11 @@ def torch_varlen(
 
 @functools.cache
 def _takes_shared_heads(function: Varlen) -> bool:
-    """Whether torch's `varlen_attn` has the argument `enable_gqa`, which torch 2.11 lacks."""
     return "enable_gqa" in inspect.signature(function).parameters
 
 
 def has_module(name: str) -> bool:
-    """Whether the module `name` ("a" or "a.b") is installed, without importing it; for "a.b" only
-    package a is imported, to look for b.
-    """
+    """Whether module "a" or "a.b" is installed; for "a.b" package a is imported."""
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:
@@ -80,10 +69,7 @@ def has_module(name: str) -> bool:
 
 
 def provider(capability: tuple[int, int]) -> str:
-    """Which installed package computes attention on a GPU of this (major, minor) compute capability
-    where the recipe (YAML configuration of the run) has `training.attention: flash_attn`: "FA4"
-    (FlashAttention-4), "FA2" (FlashAttention-2), or "" if none is installed that can.
-    """
+    """The package for `flash_attn` on this compute capability: "FA4", "FA2", or "" for none."""
     if capability[0] in CAPABILITIES and has_module("flash_attn.cute"):
         return "FA4"
     return "FA2" if has_module("flash_attn.flash_attn_interface") else ""
@@ -91,14 +77,7 @@ def provider(capability: tuple[int, int]) -> str:
 
 @functools.cache
 def varlen_function(capability: tuple[int, int]) -> Varlen:
-    """The attention function of the installed package flash-attn for a GPU of this (major, minor)
-    compute capability: (q [T, Hq, D], k and v [T, Hkv, D], starts [D + 1] int32 first tokens of the
-    documents and then T, tokens of the longest document, scale) -> output [T, Hq, D], causal within
-    each document.
-
-    For FlashAttention-4 it replaces torch's own flash attention kernel in the whole process. Raises
-    `ValueError` if no package is installed for this compute capability.
-    """
+    """That of the installed flash-attn, as `torch_varlen`. Raises `ValueError` for none."""
     chosen = provider(capability)
     if chosen == "FA4":
         from torch.nn.attention import activate_flash_attention_impl, register_flash_attention_impl
@@ -119,8 +98,8 @@ def varlen_function(capability: tuple[int, int]) -> Varlen:
 
 
 def _flash_attn_fwd(*tensors: torch.Tensor, **settings: Any) -> tuple[torch.Tensor, ...]:
-    """FlashAttention-4's forward kernel as torch 2.13 calls it: (output, log-sum-exp), without the
-    values that other versions of the package return besides. torch finds it by its name.
+    """As torch 2.13 calls it, by its name: (output, log-sum-exp), without what other versions
+    return besides.
     """
     from flash_attn.cute import interface  # pyright: ignore[reportMissingImports]
 
@@ -128,7 +107,6 @@ def _flash_attn_fwd(*tensors: torch.Tensor, **settings: Any) -> tuple[torch.Tens
 
 
 def _flash_attn_bwd(*tensors: torch.Tensor, **settings: Any) -> tuple[torch.Tensor, ...]:
-    """FlashAttention-4's backward kernel as torch 2.13 calls it: gradients of q, k and v."""
     from flash_attn.cute import interface  # pyright: ignore[reportMissingImports]
 
     return interface._flash_attn_bwd(*tensors, **settings)[:3]

@@ -1,8 +1,5 @@
 """Block attention through a ready-made attention kernel, one call for each region of queries and
-keys that needs no mask or a small one (`pieces.py`).
-
-An `Operator` wraps the kernel: torch's flash attention for CPU (`block_cpu.py`), or its
-FlashAttention-2 (`block_flash.py`).
+keys that needs no mask or a small one (`mask_regions.py`).
 """
 
 from __future__ import annotations
@@ -16,20 +13,20 @@ from megarl.kernels.mask_regions import KernelCalls, mask_regions_of, pieces_of
 
 
 class Operator(Protocol):
-    """Interface of a ready-made attention kernel, such as torch's flash attention, that
-    `PieceBlock` calls: `forward` and `backward` for q [B, Hq, n, D], k and v [B, Hkv, m, D], last
-    dimension contiguous.
+    """A ready-made attention kernel for q [B, Hq, n, D], k and v [B, Hkv, m, D], last dimension
+    contiguous.
 
-    Hkv divides Hq. `causal` is only used with n = m, so the alignment of the kernel's mask does not
-    matter. `mask` [B, 1, n or 1, m] float32 is added to the scores (0 or -inf), or None.
+    Query i sees keys 0 to i with `causal`, which is only used with n = m, so the alignment of the
+    kernel's mask does not matter. `mask` [B, 1, n or 1, m] float32 is added to the scores (0 or
+    -inf), or None.
     """
 
     upcasts: bool
     """Whether inputs are first converted to the dtype of the sums (float32 or float64)."""
     masks_are_cheap: bool
-    """Whether a call with an explicit mask takes about as long as one without: a fifth more on a
-    CPU. A tile of a sliding window is then one such call, or has one for both edges of a wide
-    window; otherwise it is split, so that most of it needs no mask."""
+    """Whether a call with a mask takes about as long as one without: a fifth more on a CPU. Tiles
+    of a sliding window are then split into fewer calls.
+    """
 
     def forward(
         self,
@@ -41,13 +38,8 @@ class Operator(Protocol):
         scale: float,
         cap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (output [B, Hq, n, D], log-sum-exp of the scaled scores [B, Hq, n]) of q
-        [B, Hq, n, D], k and v [B, Hkv, m, D].
-
-        With `causal` query i sees keys 0 to i, and n = m. `mask` [B, 1, n or 1, m] is added to the
-        scores; None for none. `scale` multiplies the scores. The log-sum-exp has the dtype of the
-        sums, float32 or float64. With `cap` a scaled score s becomes cap tanh(s / cap);
-        `ValueError` where the kernel has no soft cap.
+        """(output [B, Hq, n, D], log-sum-exp of the scaled scores [B, Hq, n] in the dtype of the
+        sums). `ValueError` where the kernel has no soft cap.
         """
         ...
 
@@ -64,22 +56,16 @@ class Operator(Protocol):
         scale: float,
         cap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of q [B, Hq, n, D], k and v [B, Hkv, m, D], in their shapes, from the gradient
-        `grad_out` [B, Hq, n, D] of the output.
-
-        `out` [B, Hq, n, D] and `lse` [B, Hq, n] are those over all keys of the queries, also keys
-        of other calls; `lse` may be a strided view. With `causal` query i sees keys 0 to i; `mask`
-        [B, 1, n or 1, m] is added to the scores (None for none); `scale` multiplies the scores;
-        `cap` is their soft cap or None.
+        """Gradients of q, k and v. `out` and `lse` are over all keys of the queries, also those of
+        other calls; `lse` may be a strided view.
         """
         ...
 
 
 def _order(positions: Positions) -> torch.Tensor | None:
-    """The permutation [L] that sorts tokens by `index`, or None if they are sorted.
-
-    In a view, queries may see no key: they come first, since they must not be between queries that
-    do. Many have the same last key: then those with the larger first key come first.
+    """The permutation [L] that sorts tokens by `index`, or None if they are sorted. Queries that
+    see no key must come first; of those with the same last key, the one with the larger first key
+    does.
     """
     first = positions.first
     index = torch.where(first > positions.index, -1, positions.index)
@@ -91,26 +77,24 @@ def _order(positions: Positions) -> torch.Tensor | None:
 
 
 def _heads(x: torch.Tensor, rows: slice | tuple[slice, ...] | torch.Tensor) -> torch.Tensor:
-    """Rows of x [L, H, D] in the layout of attention kernels, [B, H, n, D]."""
+    """Rows of x [L, H, D] as [B, H, n, D]."""
     if isinstance(rows, slice):
         return x[rows].transpose(0, 1)[None]
     if isinstance(rows, tuple):
-        return torch.cat([x[part] for part in rows]).transpose(0, 1)[None]
+        return torch.cat([x[span] for span in rows]).transpose(0, 1)[None]
     return x.index_select(0, rows.flatten()).view(*rows.shape, *x.shape[1:]).transpose(1, 2)
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    """Reshape [B, H, n, D] to [B * n, H, D]."""
+    """[B, H, n, D] as [B * n, H, D]."""
     return x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])
 
 
 def _merge(
     out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor
 ) -> None:
-    """Merge attention to further keys into `out` [n, H, D] and `lse` [H, n], in place.
-
-    `more` and `more_lse` are the same quantities over the further keys. Entries of `lse` may be
-    -inf, those of `more_lse` may not.
+    """Merge `more` and `more_lse` over further keys into `out` [n, H, D] and `lse` [H, n], in
+    place. Entries of `lse` may be -inf, those of `more_lse` may not.
     """
     # On a GPU the check would synchronise.
     if lse.device.type == "cpu" and bool((lse == -torch.inf).all()):
@@ -130,20 +114,15 @@ def _add(
     if isinstance(rows, slice):
         total[rows] += grad[0].transpose(0, 1)
     elif isinstance(rows, tuple):
-        parts = grad[0].transpose(0, 1).split([part.stop - part.start for part in rows])
-        for part, more in zip(rows, parts, strict=True):
-            total[part] += more
+        parts = grad[0].transpose(0, 1).split([span.stop - span.start for span in rows])
+        for span, more in zip(rows, parts, strict=True):
+            total[span] += more
     else:
         total.index_add_(0, rows.flatten(), _flat(grad).to(total.dtype))
 
 
 class PieceBlock:
-    """Attention of some queries to some keys through a ready-made attention kernel,
-    `PieceBlock(operator)`. Queries and keys are split into regions (a range of queries and a range
-    of keys) that need no mask or a small one; the kernel is called once for each region or batch of
-    small regions. `prepare` makes the list of calls from positions; `forward` and `backward` add to
-    results over other keys in place.
-    """
+    """`Block` by one call of `operator` for each region or batch of small regions."""
 
     def __init__(self, operator: Operator) -> None:
         self.operator = operator
@@ -224,8 +203,8 @@ class PieceBlock:
         grad_v: torch.Tensor,
         cap: float | None = None,
     ) -> None:
-        kind = grad_q.dtype if self.operator.upcasts else q.dtype
-        grad_out, q, k, v, out = (x.to(kind) for x in (grad_out, q, k, v, out))
+        dtype = grad_q.dtype if self.operator.upcasts else q.dtype
+        grad_out, q, k, v, out = (x.to(dtype) for x in (grad_out, q, k, v, out))
         full_q, full_k, full_v = grad_q, grad_k, grad_v
         if work.query_order is not None:
             grad_out, q, out = (x.index_select(0, work.query_order) for x in (grad_out, q, out))

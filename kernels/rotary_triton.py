@@ -8,8 +8,8 @@ The first R columns of each head are rotated in pairs (j, j + R/2), as transform
     y[j]       = x[j] cos[j] - x[j + R/2] sin[j]
     y[j + R/2] = x[j + R/2] cos[j + R/2] + x[j] sin[j + R/2]
 
-A model's own code is five operations over all states, which round to their dtype after each. The
-kernel computes in float32 and rounds once.
+The kernel computes in float32 and rounds once, where transformers rounds after each of five
+operations.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -35,23 +35,23 @@ def _rotate(
     tokens, heads, half, rest,
     HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """Rotate some heads of one token; with BACKWARD by the transposed matrix, which is what its
-    gradient needs. `rest`: columns that are copied; REST is 0 where there are none.
+    """Rotate some heads of one token; with BACKWARD by the transposed matrix. `rest`: columns that
+    are copied.
     """
     token = tl.program_id(0).to(tl.int64)
-    batch, place = token // tokens, token % tokens
+    batch, position = token // tokens, token % tokens
     # 64 bits: in a long sequence a head may begin beyond 2^31 numbers.
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)
     column = tl.arange(0, HALF)
-    row = batch * row_batch + place * row_token + column
-    here = column < half
-    cos_1 = tl.load(cos_ptr + row, mask=here, other=0.0).to(tl.float32)[None, :]
-    cos_2 = tl.load(cos_ptr + row + half, mask=here, other=0.0).to(tl.float32)[None, :]
-    sin_1 = tl.load(sin_ptr + row, mask=here, other=0.0).to(tl.float32)[None, :]
-    sin_2 = tl.load(sin_ptr + row + half, mask=here, other=0.0).to(tl.float32)[None, :]
-    x_ptr += batch * x_batch + place * x_token
-    out_ptr += batch * out_batch + place * out_token
-    inside = (head < heads)[:, None] & here[None, :]
+    row = batch * row_batch + position * row_token + column
+    valid = column < half
+    cos_1 = tl.load(cos_ptr + row, mask=valid, other=0.0).to(tl.float32)[None, :]
+    cos_2 = tl.load(cos_ptr + row + half, mask=valid, other=0.0).to(tl.float32)[None, :]
+    sin_1 = tl.load(sin_ptr + row, mask=valid, other=0.0).to(tl.float32)[None, :]
+    sin_2 = tl.load(sin_ptr + row + half, mask=valid, other=0.0).to(tl.float32)[None, :]
+    x_ptr += batch * x_batch + position * x_token
+    out_ptr += batch * out_batch + position * out_token
+    inside = (head < heads)[:, None] & valid[None, :]
     at = head[:, None] * x_head + column[None, :]
     x_1 = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     x_2 = tl.load(x_ptr + at + half, mask=inside, other=0.0).to(tl.float32)
@@ -62,9 +62,9 @@ def _rotate(
         y_1 = x_1 * cos_1 - x_2 * sin_1
         y_2 = x_2 * cos_2 + x_1 * sin_2
     to = head[:, None] * out_head + column[None, :]
-    kind = out_ptr.dtype.element_ty
-    tl.store(out_ptr + to, y_1.to(kind), mask=inside)
-    tl.store(out_ptr + to + half, y_2.to(kind), mask=inside)
+    dtype = out_ptr.dtype.element_ty
+    tl.store(out_ptr + to, y_1.to(dtype), mask=inside)
+    tl.store(out_ptr + to + half, y_2.to(dtype), mask=inside)
     if REST > 0:
         more = tl.arange(0, REST)
         inside = (head < heads)[:, None] & (more < rest)[None, :]
@@ -107,16 +107,12 @@ class _Rotary(torch.autograd.Function):
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding as one GPU kernel: rotate queries or keys x [B, H, T, D] (float32
-    or 16 bit) by `cos` and `sin` [B or 1, T, R], R even and at most D. Returns a new tensor
-    [B, H, T, D] in the dtype of x.
-
-    Columns j and j + R/2 of a head are a pair, as in transformers (`rotate_half`); columns from R
-    on are copied. Gradients reach x alone. Raises `ValueError` for float64.
+    """x [B, H, T, D] float32 or 16 bit, `cos` and `sin` [B or 1, T, R], R even and at most D.
+    Gradients reach x alone. Raises `ValueError` for float64.
     """
     if x.dtype == torch.float64:
         raise ValueError("the Triton kernel of rotary embeddings computes in float32, not float64")
     batch, _, tokens, width = x.shape
-    cos, sin = (one.expand(batch, tokens, -1).contiguous() for one in (cos, sin))
+    cos, sin = (factor.expand(batch, tokens, -1).contiguous() for factor in (cos, sin))
     assert cos.shape == sin.shape and cos.shape[-1] % 2 == 0 and cos.shape[-1] <= width
     return _Rotary.apply(x, cos, sin)

@@ -2,17 +2,16 @@
 
     q [L, Hq, D], k and v [L, Hkv, D] of this rank's tokens  ->  out [L, Hq, D]
 
-Two degrees combine. Within a Ulysses group (`inner`), ranks exchange tokens for heads. Between
-groups (`outer`), keys and values travel by one of `kv_transports.TRANSPORTS`, and each arriving
-block is merged by its log-sum-exp:
+Within a Ulysses group (`inner`), ranks exchange tokens for heads. Between groups (`outer`), keys
+and values travel by one of `kv_transports.TRANSPORTS`, and each arriving block is merged by its
+log-sum-exp:
 
     ring             inner 1             transport ring or ring_lean
     all-gather       inner 1             transport all_gather
     Ulysses          inner all ranks     (outer 1)
     Ulysses x ring   both above 1
 
-Every rank knows all ranks' positions, so positions are never sent, and ranks may have any tokens,
-in any number. A block kernel is chosen from `attention_plan.BLOCKS`.
+Every rank knows all ranks' positions. Ranks may have any tokens, in any number.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ from megarl.kernels.ulysses import HeadsToTokens, TokensToHeads, needed_heads
 class _OverTokens(torch.autograd.Function):
     """Attention of this group's queries to the keys of all groups; heads are independent.
 
-    A sink [Hq] is a key with a score of its own and the value 0, which every query of a head sees.
-    It comes last: with z the log-sum-exp over all keys, and p = e^(sink - z') that of the sink,
+    A sink [Hq] is one more key with a score of its own and the value 0. With z the log-sum-exp over
+    all keys, and p = e^(sink - z') that of the sink,
 
         z' = log(e^z + e^sink)    out' = out e^(z - z')    grad sink = -sum p rowsum(grad out')
 
@@ -82,7 +81,6 @@ def _check(
     inner: Exchange,
     outer: Exchange,
 ) -> None:
-    """Raise `ValueError` where shapes, plan, exchanges or numbers of heads do not match."""
     if inner.size != plan.ulysses or inner.size * outer.size != len(plan.lengths):
         raise ValueError(
             f"the plan is for {len(plan.lengths)} sequence ranks in Ulysses groups of"
@@ -128,30 +126,24 @@ def sequence_attention(
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of this rank's queries to all earlier tokens of their documents (and of the
-    documents that these continue), whose keys and values are spread over the sequence-parallel
-    ranks. Returns [L, Hq, D] in the dtype of q.
+    """Causal attention of this rank's queries to earlier tokens of their documents, and of those
+    that these continue. Returns [L, Hq, D] in the dtype of q; differentiable once.
 
-    Differentiable once. Every rank must call forward and backward equally often and in the same
-    order. That includes ranks without tokens, whose loss must depend on the output.
+    Collective, forward and backward, also on ranks without tokens, whose loss must depend on the
+    output.
 
     Args:
-        q, k, v: [L, Hq, D] and twice [L, Hkv, D]: this rank's tokens in the order of its positions
-            in `plan`.
-        plan: which rank has which tokens, and the sliding window; this rank is number
-            `outer.rank * inner.size + inner.rank` of it.
-        inner: communication with the ranks of this Ulysses group (one rank without Ulysses).
-        outer: communication with the ranks of the same number in the other Ulysses groups.
+        q, k, v: [L, Hq, D] and twice [L, Hkv, D], in the order of `plan`.
+        plan: this rank is number `outer.rank * inner.size + inner.rank` of it.
+        inner: communication with the ranks of this Ulysses group.
+        outer: communication with the ranks of the same number in other groups.
         scale: factor of the scores before the softmax.
-        transport: how keys and values travel between groups: "ring", "ring_lean" (without overlap,
-            less memory) or "all_gather".
-        cap: soft cap; a scaled score s becomes cap tanh(s / cap). None for no cap.
-        sinks: [Hq] attention sinks: for each query head the score of one more key, with the value
-            0, which all its queries see. It is not scaled or capped. None for no sinks.
+        transport: a name in `TRANSPORTS`.
+        cap: soft cap; a scaled score s becomes cap tanh(s / cap). None for none.
+        sinks: [Hq] scores of attention sinks, not scaled or capped. None for none.
 
     Raises:
-        ValueError: the block kernel has no soft cap or lacks the dtype or head width; there is no
-            such transport; or shapes, exchanges or numbers of heads do not match the plan.
+        ValueError: the block kernel lacks the cap, dtype or head width, or arguments do not match.
     """
     if transport not in TRANSPORTS:
         raise ValueError(

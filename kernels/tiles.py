@@ -1,7 +1,7 @@
 """Which tiles of queries attend to which tiles of keys, and the sizes of tiles, for Triton kernels.
 
-From the smallest and largest position in each tile follows whether its queries see none of the keys
-(the pair is skipped), all of them (no mask needed) or some (positions are compared).
+The smallest and largest position in each tile say whether its queries see none of the keys (the
+pair is skipped), all of them (no mask needed) or some (positions are compared).
 """
 
 from __future__ import annotations
@@ -13,44 +13,34 @@ import torch
 from megarl.kernels.block import Positions
 
 PADDING = 256
-"""Position arrays are padded to a multiple of the largest tile, so that kernels load without
-masks."""
+"""Position arrays are padded to a multiple of it, so that loads need no masks."""
 FAR = 2**31 - 1
-"""A position after that of every token; as a query's first visible position, or as a key's
-position, it marks padding."""
+"""A position after every token, which marks padding."""
 L2_BYTES = 32 * 2**20
-"""Bytes of L2 cache that the keys and values of concurrently running heads may fill (H200: 50
-MB)."""
+"""That keys and values of concurrently running heads may fill (H200: 50 MB)."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Tile sizes and launch options of one Triton attention kernel. A program owns `rows` tokens of
-    one side (queries or keys) and loops over the tokens of the other side, `columns` at a time;
-    `num_warps` and `num_stages` are Triton's.
-    """
+    """A program owns `rows` queries or keys, and loops over `columns` of the other side."""
 
     rows: int
     columns: int
-    """Tokens of the other side that a program processes in one iteration."""
     num_warps: int
     num_stages: int
 
 
 Tiles = dict[str, Tile]  # keys: forward, grad_keys, grad_queries
-"""{kernel: its tile sizes}. Kernels are "forward" and "grad_queries", whose programs own queries
-and loop over keys, and "grad_keys", whose programs own keys and loop over queries."""
+"""By `KERNELS`. Programs of "grad_keys" own keys, those of the other two queries."""
 
 KERNELS = ("forward", "grad_keys", "grad_queries")
 Sizes = tuple[int, int, int, int]
 
 
 def _tiles(*sizes: Sizes) -> Tiles:
-    """Tiles of the three kernels, in the order of `KERNELS`, from (rows, columns, warps, stages) of
-    each, or of all three.
-    """
+    """From (rows, columns, warps, stages) of each of `KERNELS`, or of all three."""
     each = sizes if len(sizes) > 1 else sizes * len(KERNELS)
-    return {name: Tile(*one) for name, one in zip(KERNELS, each, strict=True)}
+    return {name: Tile(*numbers) for name, numbers in zip(KERNELS, each, strict=True)}
 
 
 # By columns of a head's tiles. tools/compile_table.py compiles them: at widths 64 to 128 no inner
@@ -86,16 +76,13 @@ _TWO_TILES = {False: (48, 80, 96, 192), True: (48, 80, 96)}
 
 
 def padded_width(width: int) -> int:
-    """`width` of an attention head (columns) rounded up to a power of 2, at least 16: the columns
-    of a Triton tile that holds the head.
-    """
+    """Columns of a tile that holds a head: a power of 2, at least 16."""
     return max(16, 1 << (width - 1).bit_length())
 
 
 def head_tiles(width: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Columns of the two Triton tiles that hold an attention head of `width` columns; the second is
-    0 where one tile is better: (64, 16) for 80, (64, 32) for 96, (128, 0) for 100. `dtype`: of
-    queries and keys.
+    """Columns of the two tiles that hold a head; the second is 0 where one tile is better: (64, 16)
+    for 80, (64, 32) for 96, (128, 0) for 100.
     """
     whole = padded_width(width)
     first, rest = whole // 2, padded_width(width - whole // 2)
@@ -103,9 +90,8 @@ def head_tiles(width: int, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def tiles_for(shared_memory: int, dtype: torch.dtype, width: int) -> Tiles:
-    """Tile sizes and launch options of the three attention kernels, {"forward", "grad_keys",
-    "grad_queries": `Tile`}, for a GPU with `shared_memory` bytes for a thread block, queries and
-    keys of `dtype`, and heads of `width` columns. Widths above 256 raise `ValueError`.
+    """For a GPU with `shared_memory` bytes for a thread block. Raises `ValueError` for widths above
+    256.
     """
     columns = sum(head_tiles(width, dtype))
     bracket = min(known for known in _EXACT if known >= columns)
@@ -115,11 +101,7 @@ def tiles_for(shared_memory: int, dtype: torch.dtype, width: int) -> Tiles:
 
 
 def tiles_of(device: torch.device, dtype: torch.dtype, width: int) -> Tiles:
-    """Tile sizes and launch options of the three attention kernels, {"forward", "grad_keys",
-    "grad_queries": `Tile`}, for queries and keys of `dtype` on `device` with heads of `width`
-    columns. Widths above 256 raise `ValueError`. For a device that is no GPU the sizes are those of
-    an H100 (227 KB of shared memory).
-    """
+    """`tiles_for` this device; without a GPU those of an H100."""
     shared_memory = 227 * 1024
     if device.type == "cuda":
         shared_memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
@@ -127,12 +109,7 @@ def tiles_of(device: torch.device, dtype: torch.dtype, width: int) -> Tiles:
 
 
 def section_of(num_heads: int, bytes_per_head: int) -> int:
-    """How many of `num_heads` heads should run at the same time, so that their keys and values fit
-    into the L2 cache (32 MiB are counted with). `bytes_per_head`: bytes of keys and values that
-    each head reads.
-
-    The result is the largest divisor of `num_heads` that fits, at least 1.
-    """
+    """Largest divisor of `num_heads` such that what they read fits into `L2_BYTES`."""
     return max(
         d
         for d in range(1, num_heads + 1)
@@ -141,16 +118,14 @@ def section_of(num_heads: int, bytes_per_head: int) -> int:
 
 
 def _extremes(positions: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Smallest and largest position in each tile of `size` tokens, both [number of tiles]."""
+    """Smallest and largest position in each tile of `size` tokens."""
     tiles = torch.cat([positions, positions[-1:].expand(-len(positions) % size)]).view(-1, size)
     return tiles.amin(1), tiles.amax(1)
 
 
 def _runs(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs of neighbouring True in each row of `mask` [R, C].
-
-    Returns offsets [R + 1] of each row's runs in the list of runs, and the runs [N, 2]: first
-    column, last column + 1.
+    """Runs of neighbouring True in each row of `mask` [R, C]: offsets [R + 1] of each row; [N, 2]
+    first column, last + 1.
     """
     edged = torch.nn.functional.pad(mask, (1, 1))
     begins, ends = ((mask & ~edged[:, side : side + mask.shape[1]]).nonzero() for side in (0, 2))
@@ -163,16 +138,11 @@ def _runs(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def visits(
     queries: Positions, keys: Positions, rows: int, columns: int, by_keys: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each tile of `rows` queries, which tiles of `columns` keys its queries attend to. With
-    `by_keys` the other way round: for each tile of `rows` keys, which tiles of `columns` queries
-    attend to it. `queries` and `keys` say which key positions each query attends to.
+    """For each tile of `rows` queries, the tiles of `columns` keys that they attend to; with
+    `by_keys` for each tile of keys those of queries.
 
-    Returns two CPU tensors (work [R, 5], runs [N, 2]), int32. Each of the R rows of `work` is one
-    tile: its number; then two pairs (begin, end) of indices into `runs`: first for the tiles of the
-    other side of which all pairs of query and key are attended (no mask needed), then for those
-    with some such pairs. Each of the N rows of `runs` is a run of neighbouring tiles of the other
-    side: first tile, last tile + 1. The tile with the most work comes first, and tiles without work
-    are left out.
+    Returns (work [R, 5], runs [N, 2]), int32 on the CPU, as the kernels' `rows_ptr` and `runs`; the
+    most work first.
     """
     size_q, size_k = (columns, rows) if by_keys else (rows, columns)
     (low_q, high_q), (low_s, high_s) = (
@@ -184,48 +154,37 @@ def visits(
     # Incomplete last tiles count as seen in part, since only those check bounds.
     whole[len(queries.index) // size_q :] = False
     whole[:, len(keys.index) // size_k :] = False
-    part = some & ~whole
+    parted = some & ~whole
     if by_keys:
-        whole, part = whole.T, part.T
-    (at_whole, runs_whole), (at_part, runs_part) = _runs(whole), _runs(part)
+        whole, parted = whole.T, parted.T
+    (at_whole, runs_whole), (at_part, runs_part) = _runs(whole), _runs(parted)
     at_part = at_part + len(runs_whole)
     work = torch.stack(
         [torch.arange(len(whole)), at_whole[:-1], at_whole[1:], at_part[:-1], at_part[1:]], 1
     )
-    weight = whole.sum(1) + part.sum(1)
+    weight = whole.sum(1) + parted.sum(1)
     order = weight.argsort(descending=True, stable=True)[: int((weight > 0).sum())]
     return work[order].int(), torch.cat([runs_whole, runs_part]).int()
 
 
 @dataclass(frozen=True)
 class TileWork:
-    """The work list of Triton attention for one set of queries and one set of keys: their positions
-    on the GPU, and the method `visits`, which lists the tiles of queries and keys to compute. It is
-    made once for a micro-batch with `TileWork.of(queries, keys, device)`, and every layer uses it.
-    """
-
     queries: Positions
     keys: Positions
     device: torch.device
     index_q: torch.Tensor
-    """[Lq padded] int32 last position that each query attends to, usually its own; padding (-1)
-    sees nothing."""
+    """[Lq padded] int32 last position that each query attends to."""
     start_q: torch.Tensor
-    """[Lq padded] int32 first position that each query attends to: that of its document's first
-    token, or of the window's."""
+    """[Lq padded] int32 first position."""
     index_k: torch.Tensor
-    """[Lk padded] int32 positions of the keys; padding is seen by nothing."""
+    """[Lk padded] int32"""
     _visits: dict[tuple[int, int, bool], tuple[torch.Tensor, torch.Tensor]] = field(
         default_factory=dict
     )
-    """Cached tile visits, by tile sizes."""
 
     @staticmethod
     def of(queries: Positions, keys: Positions, device: torch.device) -> TileWork | None:
-        """The work list for queries and keys at these positions, with tensors on `device`; None
-        where no query attends to any key. Query i attends to key j where queries.first[i] <=
-        keys.index[j] <= queries.index[i].
-        """
+        """None where no query attends to any key."""
         in_order = keys.index.sort().values
         first = torch.searchsorted(in_order, queries.first)
         if not (first < torch.searchsorted(in_order, queries.index, right=True)).any():
@@ -235,14 +194,7 @@ class TileWork:
         return TileWork(queries, keys, device, index_q, start_q, _padded(keys.index, FAR, device))
 
     def visits(self, tile: Tile, by_keys: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which tiles each tile of a kernel with the sizes `tile` has to visit, as (work [R, 5],
-        runs [N, 2]) int32 on the device. `by_keys`: tiles of keys visit tiles of queries; otherwise
-        tiles of queries visit tiles of keys.
-
-        A row of `work`: number of the tile, (begin, end) in `runs` of the tiles visited without a
-        mask, (begin, end) in `runs` of those visited with one. A row of `runs`: first tile, last
-        tile + 1. Computed at the first call for these sizes, then kept.
-        """
+        """`visits` on the device, for a kernel with these tile sizes; kept."""
         key = (tile.rows, tile.columns, by_keys)
         if key not in self._visits:
             rows, runs = visits(self.queries, self.keys, *key)
@@ -251,7 +203,6 @@ class TileWork:
 
 
 def _padded(positions: torch.Tensor, value: int, device: torch.device) -> torch.Tensor:
-    """Positions as int32 on `device`, padded with `value` to a multiple of `PADDING`."""
     return torch.nn.functional.pad(positions.int(), (0, -len(positions) % PADDING), value=value).to(
         device
     )

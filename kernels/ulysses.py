@@ -1,7 +1,5 @@
-"""Ulysses (arXiv:2309.14509): all-to-alls that exchange a split by tokens for a split by heads.
-
-Before attention a rank has its own tokens with all heads; in between it has all tokens of its
-Ulysses group with some of the heads.
+"""Ulysses (arXiv:2309.14509): all-to-alls from all heads of a rank's own tokens to some heads of
+all tokens of its group, and back.
 """
 
 from __future__ import annotations
@@ -13,47 +11,37 @@ from megarl.kernels.linear import accumulator
 
 
 def _inner_lengths(call: AttentionCall) -> list[int]:
-    """Number of tokens of each rank of this Ulysses group."""
+    """Tokens of each rank of this Ulysses group."""
     first = call.outer.rank * call.inner.size
     return call.plan.lengths[first : first + call.inner.size]
 
 
 def _tokens_to_heads(x: list[torch.Tensor], call: AttentionCall) -> torch.Tensor:
-    """All-to-all from own tokens to own heads.
-
-    x: by inner rank, the heads it needs of this rank's tokens, [L, H', D] each. Returns the group's
-    tokens with this rank's heads, [sum of L, H', D].
+    """x: by inner rank, the heads it needs of this rank's tokens, [L, H', D] each. Returns the
+    group's tokens with this rank's heads, [sum of L, H', D].
     """
     shapes = [(length, *x[0].shape[1:]) for length in _inner_lengths(call)]
-    return torch.cat(call.inner.all_to_all([part.contiguous() for part in x], shapes))
+    return torch.cat(call.inner.all_to_all([rows.contiguous() for rows in x], shapes))
 
 
 def _heads_to_tokens(x: torch.Tensor, call: AttentionCall) -> list[torch.Tensor]:
-    """All-to-all from own heads to own tokens: the inverse of `_tokens_to_heads`."""
+    """The inverse of `_tokens_to_heads`."""
     lengths = _inner_lengths(call)
     shape = (lengths[call.inner.rank], *x.shape[1:])
     return call.inner.all_to_all(list(x.contiguous().split(lengths)), [shape] * call.inner.size)
 
 
 def needed_heads(num_heads: int, size: int, rank: int) -> slice:
-    """The attention heads, of `num_heads` in all, that rank number `rank` of a Ulysses group of
-    `size` ranks computes.
-
-    One of `num_heads` and `size` must divide the other. Heads are divided evenly over the ranks.
-    With fewer heads than ranks, several ranks compute the same head.
+    """Heads that a rank of a Ulysses group computes. `num_heads` or `size` must divide the other;
+    with fewer heads than ranks, several ranks compute the same.
     """
     first = rank * num_heads // size
     return slice(first, first + max(1, num_heads // size))
 
 
 class TokensToHeads(torch.autograd.Function):
-    """All-to-all before Ulysses attention: `apply(q, k, v, call)` with this rank's tokens and all
-    heads, [L, H, D] each, returns q, k and v of all tokens of the Ulysses group with the heads that
-    this rank computes, [sum of L, H / ranks (at least 1), D]. Backward does the inverse.
-
-    `call` (`AttentionCall`) holds the plan of who has which tokens, and in `call.inner` the
-    communication within the group. All ranks of the group call it together; each sends one message
-    to each other rank.
+    """q, k and v [L, H, D] of this rank's tokens -> [sum of L, H / ranks (at least 1), D].
+    Collective in the group.
     """
 
     @staticmethod
@@ -77,21 +65,16 @@ class TokensToHeads(torch.autograd.Function):
         sums = [
             parts[0].new_zeros((parts[0].shape[0], count, parts[0].shape[2])) for count in ctx.heads
         ]
-        for rank, part in enumerate(parts):
+        for rank, own in enumerate(parts):
             for total, grad in zip(
-                sums, part.split([max(1, count // size) for count in ctx.heads], 1), strict=True
+                sums, own.split([max(1, count // size) for count in ctx.heads], 1), strict=True
             ):
                 total[:, needed_heads(total.shape[1], size, rank)] += grad
         return *(total.to(ctx.dtype) for total in sums), None
 
 
 class HeadsToTokens(torch.autograd.Function):
-    """All-to-all after Ulysses attention: `apply(out, call)` with the attention output of all
-    tokens of the Ulysses group for this rank's heads, [sum of L, H / ranks, D], returns the output
-    of this rank's tokens for all heads, [L, H, D]. Backward does the inverse. `call`
-    (`AttentionCall`) holds the plan of who has which tokens, and in `call.inner` the communication
-    within the group, whose ranks all call this together.
-    """
+    """[sum of L, H / ranks, D] -> [L, H, D] of this rank's tokens. Collective in the group."""
 
     @staticmethod
     def forward(ctx, out, call: AttentionCall):

@@ -3,15 +3,15 @@
 layout.
 
 From Python: `from megarl import Trainer` and so on; see docs/api.md. Names are imported at first
-use, so that `import megarl` imports nothing else.
+use, so that `import megarl` imports nothing but the version.
 """
 
 from typing import TYPE_CHECKING, Any
 
+from megarl.system.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from megarl.api import *  # noqa: F403
-
-__version__ = "0.1.0"
 
 __all__ = [
     "DistillConfig",

@@ -1,12 +1,4 @@
-"""Distribute samples evenly over ranks and packed sequences. Pure arithmetic on their lengths.
-
-Every rank computes the same result, so that nothing is communicated:
-
-    lengths of samples -> split over ranks -> packed sequences of at most a token budget, equally
-        many on every rank
-
-Where samples have a prefix in common, which is computed once, `prefix_balance.py` does the same.
-"""
+"""Distribute samples evenly over ranks and packed sequences, without communication."""
 
 from __future__ import annotations
 
@@ -18,30 +10,19 @@ ATTENTION_TOKENS = 4096.0
 """Number of keys to which attention costs a token about as much as its linear layers."""
 
 MOST_BOUNDED = 16
-"""`rows` first computes how many packed sequences are needed at least, from the samples of which at
-most 1, 2, ... up to this number fit into one."""
+"""`rows` bounds their number by the samples of which at most 1, 2, ... so many fit into one."""
 
 Work = Callable[[int], float]
-"""Function from the number of tokens of a sample to its relative cost, such as `attention_work`."""
 
 
 def attention_work(length: int) -> float:
-    """Relative cost of a sample of `length` tokens with full causal attention: linear layers plus
-    attention. The unit is the cost of the linear layers for one token. For every model, attention
-    of a token to 4096 keys is taken to cost as much as that.
-    """
+    """Cost of a sample with full causal attention; 1 is the linear layers for one token."""
     return length + length * length / (2 * ATTENTION_TOKENS)
 
 
 def work_within(windows: Sequence[int | None]) -> Work:
-    """A function from the number of tokens of a sample to its relative cost (in the unit of
-    `attention_work`: the linear layers for one token), for a model with sliding windows. `windows`:
-    for each layer its window in tokens, or None for full attention over the sample. Returns
-    `attention_work` if no layer has a window.
-
-    In a layer with a window W, the first W tokens of a sample attend to all tokens before them and
-    each later one to W tokens. A sample of L > W tokens has W * W / 2 + (L - W) * W pairs of query
-    and key there, instead of L * L / 2.
+    """`attention_work` for layers with sliding `windows` in tokens (None: full attention). In a
+    window W a sample of L > W tokens has W * W / 2 + (L - W) * W pairs of query and key.
     """
     layers = Counter(windows)
     if set(layers) <= {None}:
@@ -59,11 +40,8 @@ def work_within(windows: Sequence[int | None]) -> Work:
 
 
 def split_by_work(works: Sequence[float], parts: int) -> list[list[int]]:
-    """Assign samples to `parts` ranks: sample counts differ by at most 1, and work is about even.
-    `works`: the relative cost of each sample.
-
-    Returns for each rank the ascending indices into `works`. The algorithm is greedy: the sample of
-    most work first, each to the rank with the least work among those that may take one more.
+    """Assign samples to `parts` ranks greedily, the most work first: counts differ by at most 1.
+    Returns by rank the ascending indices.
     """
     base, extra = divmod(len(works), parts)
     # (load, rank, count); `extra` ranks may take one sample more than `base`.
@@ -86,11 +64,8 @@ def split_by_work(works: Sequence[float], parts: int) -> list[list[int]]:
 
 
 def rows(lengths: Sequence[int], budget: int, at_least: int = 1) -> list[list[int]]:
-    """Pack samples into packed sequences of at most `budget` tokens, evenly filled. `lengths`:
-    tokens of each sample. A sample of more than `budget` tokens gets a packed sequence of its own.
-
-    Returns for each packed sequence the ascending indices into `lengths`. There are at least
-    `at_least` packed sequences, of which some are empty if there are too few samples.
+    """Pack samples evenly into at least `at_least` packed sequences of at most `budget` tokens; a
+    longer sample is alone. Returns indices by packed sequence.
     """
     if not lengths:
         return [[] for _ in range(at_least)]
@@ -117,17 +92,11 @@ def rows(lengths: Sequence[int], budget: int, at_least: int = 1) -> list[list[in
 
 
 def rows_in_step(lengths_per_rank: Sequence[Sequence[int]], budget: int) -> list[list[list[int]]]:
-    """Pack each rank's samples into packed sequences of at most `budget` tokens, equally many on
-    every rank, so that ranks take their micro-batches in step. Some may be empty; a sample of more
-    than `budget` tokens is alone.
-
-    `lengths_per_rank`: by rank, the tokens of each of its samples. Returns by rank and packed
-    sequence the indices into that rank's lengths.
-    """
+    """`rows` of each rank, equally many, so that ranks stay in step."""
     needed = max(len(rows(lengths, budget)) for lengths in lengths_per_rank)
     while True:
         packed = [rows(lengths, budget, at_least=needed) for lengths in lengths_per_rank]
-        most = max(len(made) for made in packed)
-        if all(len(made) == most for made in packed):
+        most = max(len(of_rank) for of_rank in packed)
+        if all(len(of_rank) == most for of_rank in packed):
             return packed
         needed = most

@@ -1,7 +1,5 @@
-"""DeepSpeed on some of a job's ranks: what it does "on all ranks" is done on those of a mesh.
-
-DeepSpeed's barriers and consistency checks name no process group, which to torch means every rank
-of the job. Where a mesh has only some of the ranks, the others would never answer.
+"""DeepSpeed on some of a job's ranks. Its barriers and consistency checks name no process group,
+which to torch means every rank of the job; those outside a mesh would never answer.
 """
 
 from __future__ import annotations
@@ -15,10 +13,7 @@ from megarl.parallel.mesh import ProcessMesh
 
 
 class ConfinedBackend:
-    """DeepSpeed's communication backend, restricted to the ranks of a mesh: calls without a process
-    group use these ranks instead of all ranks of the job, and rank and world size are those within
-    the mesh. Made by `confine`.
-    """
+    """DeepSpeed's communication backend, whose default group is the ranks of a mesh."""
 
     def __init__(self, backend: Any, mesh: ProcessMesh) -> None:
         self._backend, self._mesh = backend, mesh
@@ -45,9 +40,7 @@ class ConfinedBackend:
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Broadcast `tensor` in place from `src`: a rank of the job if `group` is given, otherwise
-        an index into the ranks of the mesh.
-        """
+        """`src`: a rank of the job if `group` is given, else an index into the mesh's ranks."""
         if group is None:
             group, src = self._group, self._mesh.ranks[src]
         return self._backend.broadcast(tensor=tensor, src=src, group=group, async_op=async_op)
@@ -63,9 +56,8 @@ class ConfinedBackend:
 
 
 def confine(mesh: ProcessMesh) -> None:
-    """Restrict DeepSpeed in this process to the ranks of `mesh`; by default DeepSpeed uses all
-    ranks of the job. Call it on the ranks of `mesh`, before an engine is made. The most recent call
-    applies, so all models of a process must use the same ranks.
+    """Restrict DeepSpeed in this process to the ranks of `mesh`, on which it is called before an
+    engine is made. All models of a process must use the same ranks.
     """
     import deepspeed
     import deepspeed.comm.comm as communication

@@ -1,8 +1,7 @@
 """GPUs as the driver lists them and as torch sees them, and where the two disagree.
 
-Torch reports no GPU for many reasons: it is built for CPUs, the driver is too old for its CUDA, the
-GPUs are hidden. A run would then go on, a hundred times slower, on the CPU. Imports no torch, which
-`megarl doctor` must do without.
+Without this a run whose torch sees no GPU would go on, a hundred times slower, on the CPU. Imports
+no torch, which `megarl doctor` must do without.
 """
 
 from __future__ import annotations
@@ -15,31 +14,29 @@ import subprocess
 from dataclasses import dataclass
 
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
-"""{major version of CUDA: first driver, by its major version, that runs programs built for it}."""
+"""{major version of CUDA: first major version of a driver that runs it}"""
 
 DRIVER_WITHIN_S = 20.0
-"""Seconds that nvidia-smi may take; it has to load the driver if no process has loaded it."""
+"""For nvidia-smi, which loads the driver if no process has."""
 DEVICE_FILES = "/dev/nvidia[0-9]*"
-"""Pattern of the files that the driver's kernel module makes, one for each GPU."""
+"""Files that the driver's kernel module makes, one for each GPU."""
 
 
 @dataclass(frozen=True)
 class DriverGpu:
-    """A GPU that nvidia-smi lists, whether torch sees it or not: its `name`, the version of the
-    driver (`driver`, such as "580.65.06"), and whether MIG has cut it into slices (`is_cut`).
-    """
+    """A GPU that nvidia-smi lists."""
 
     name: str
     driver: str
-    """Version of the driver, such as 580.65.06."""
+    """Such as 580.65.06."""
     is_cut: bool
     """Whether MIG has cut the GPU into slices."""
 
 
 def _nvidia_smi(*arguments: str, stderr: int) -> tuple[int, str]:
-    """(exit code, what it wrote) of nvidia-smi; (-1, why) where it cannot be run."""
+    """(exit code, output); (-1, why) where it cannot be run."""
     try:
-        told = subprocess.run(
+        result = subprocess.run(
             ["nvidia-smi", *arguments],
             stdout=subprocess.PIPE,
             stderr=stderr,
@@ -49,46 +46,40 @@ def _nvidia_smi(*arguments: str, stderr: int) -> tuple[int, str]:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return -1, str(error)
-    return told.returncode, told.stdout
+    return result.returncode, result.stdout
 
 
 def driver_gpus() -> list[DriverGpu]:
-    """The GPUs that nvidia-smi lists, each with its name, the driver's version and whether MIG has
-    cut it into slices, whether CUDA_VISIBLE_DEVICES shows them or not; an empty list where there is
-    no nvidia-smi or it fails.
-    """
+    """What nvidia-smi lists, whatever CUDA_VISIBLE_DEVICES shows; empty where it fails."""
     # A driver before 450 knows no MIG, and answers no query that names it.
     for fields in ("name,driver_version,mig.mode.current", "name,driver_version"):
         query = (f"--query-gpu={fields}", "--format=csv,noheader")
-        code, said = _nvidia_smi(*query, stderr=subprocess.DEVNULL)
+        code, output = _nvidia_smi(*query, stderr=subprocess.DEVNULL)
         if code == -1:
             return []
-        rows = [[cell.strip() for cell in line.split(",")] for line in said.splitlines()]
+        rows = [[cell.strip() for cell in line.split(",")] for line in output.splitlines()]
         width = fields.count(",") + 1
-        found = [DriverGpu(r[0], r[1], r[-1] == "Enabled") for r in rows if len(r) == width]
-        if found:
-            return found
+        gpus = [DriverGpu(r[0], r[1], r[-1] == "Enabled") for r in rows if len(r) == width]
+        if gpus:
+            return gpus
     return []
 
 
 def failure() -> str:
-    """What nvidia-smi says where it fails on a machine with an NVIDIA GPU, as after an update of
-    the driver without a reboot: a sentence for an error message; "" where nvidia-smi works, or
-    there is no GPU or no nvidia-smi.
-    """
+    """Why nvidia-smi fails beside an NVIDIA GPU, as after an update of the driver; "" otherwise."""
     files = sorted(glob.glob(DEVICE_FILES))
     if not files or shutil.which("nvidia-smi") is None:
         return ""
-    code, said = _nvidia_smi("-L", stderr=subprocess.STDOUT)
+    code, output = _nvidia_smi("-L", stderr=subprocess.STDOUT)
     if code == 0:
         return ""
-    said = (said.strip().splitlines() or [f"exit code {code}"])[0]
-    return f"there is an NVIDIA GPU ({files[0]}), but nvidia-smi fails ({said})"
+    output = (output.strip().splitlines() or [f"exit code {code}"])[0]
+    return f"there is an NVIDIA GPU ({files[0]}), but nvidia-smi fails ({output})"
 
 
 def are_hidden() -> bool:
-    """Whether the user has asked for the CPU although there may be GPUs: CUDA_VISIBLE_DEVICES is
-    set to nothing, "-1" or "NoDevFiles", or MEGARL_DEVICE is "cpu" (which launch/env.sh reads too).
+    """Whether CUDA_VISIBLE_DEVICES or MEGARL_DEVICE (launch/env.sh reads it too) asks for the
+    CPU.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return os.environ.get("MEGARL_DEVICE") == "cpu" or (
@@ -98,12 +89,8 @@ def are_hidden() -> bool:
 
 @functools.cache
 def why_unseen(cuda: str | None) -> str:
-    """Why torch sees none of the GPUs of this machine, and what to do: a text for an error message;
-    "" if there are no GPUs, or the user has hidden them. Call it where torch sees no GPU. Asks the
-    driver once in a process.
-
-    `cuda`: torch's version of CUDA (`torch.version.cuda`, such as "12.8"), None if torch is built
-    for CPUs.
+    """Why torch sees none of this machine's GPUs, and what to do; "" if there are none, or they are
+    hidden. Asks the driver once in a process. `cuda`: `torch.version.cuda`.
     """
     if are_hidden():
         return ""
@@ -113,14 +100,14 @@ def why_unseen(cuda: str | None) -> str:
         problem = failure()
         mended = "reboot, which loads the driver that is installed, or install it again"
         return f"{problem}; {mended}, {rather}" if problem else ""
-    found = f"nvidia-smi lists {len(gpus)} GPU{'s' if len(gpus) > 1 else ''} ({gpus[0].name})"
+    listed = f"nvidia-smi lists {len(gpus)} GPU{'s' if len(gpus) > 1 else ''} ({gpus[0].name})"
     if cuda is None:
         return (
-            f"{found}, but this torch is built for CPUs; make the environment for GPUs with"
+            f"{listed}, but this torch is built for CPUs; make the environment for GPUs with"
             f" MEGARL_DEVICE=cuda bash launch/env.sh, {rather}"
         )
     if problem := driver_problem(gpus[0].driver, cuda):
-        return f"{found}, but torch sees none: {problem}, {rather}"
+        return f"{listed}, but torch sees none: {problem}, {rather}"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     cut = (
         " MIG is on: CUDA sees a slice only by its name (nvidia-smi -L)."
@@ -129,15 +116,13 @@ def why_unseen(cuda: str | None) -> str:
     )
     shown = f"CUDA_VISIBLE_DEVICES is {visible!r}" if visible else "no variable hides them"
     return (
-        f"{found}, but torch for CUDA {cuda} sees none; {shown}.{cut} See what"
+        f"{listed}, but torch for CUDA {cuda} sees none; {shown}.{cut} See what"
         f" python -c 'import torch; torch.cuda.init()' says, {rather}"
     )
 
 
 def driver_problem(driver: str, cuda: str) -> str:
-    """Why the driver of version `driver` ("580.65.06") cannot run a torch that is built for CUDA
-    `cuda` ("12.8"), and what to do: a text for an error message; "" if it can.
-    """
+    """Why driver "580.65.06" cannot run a torch for CUDA "12.8", and what to do; "" if it can."""
     major, needed = driver.split(".")[0], OLDEST_DRIVER.get(int(cuda.split(".")[0]))
     if needed is None or not major.isdecimal() or int(major) >= needed:
         return ""
@@ -148,8 +133,8 @@ def driver_problem(driver: str, cuda: str) -> str:
 
 
 def beyond(index: int, names: list[str]) -> str:
-    """Why the rank with local number `index` (LOCAL_RANK) cannot have GPU number `index`: a text
-    for an error message; "" if it can. `names`: by number, the names of the GPUs that torch sees.
+    """Why the rank with this LOCAL_RANK cannot have a GPU of its own; "" if it can. `names`: of the
+    GPUs that torch sees.
     """
     if index < len(names):
         return ""

@@ -1,8 +1,4 @@
-"""Degrees of parallelism, and which rank has which coordinates. Pure arithmetic, without torch.
-
-Layout(data=2, sequence=2, tensor=2): rank = (data * 2 + sequence) * 2 + tensor, coordinates
-    from 0
-"""
+"""Degrees of parallelism, and which rank has which coordinates. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,14 +10,14 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of data, sequence (context) and tensor parallelism; their product is the number of
-    ranks. Rank = (data * sequence degree + sequence) * tensor degree + tensor, with coordinates
-    from 0. Raises `ValueError` for a degree below 1.
+    """Rank = (data * sequence degree + sequence) * tensor degree + tensor, with coordinates from 0.
+    Raises `ValueError` for a degree below 1.
     """
 
     AXES: ClassVar[tuple[str, ...]] = ("data", "sequence", "tensor")
     """Slowest first: tensor-parallel neighbours have consecutive ranks, so that they share a
-    node."""
+    node.
+    """
 
     data: int = 1
     sequence: int = 1
@@ -36,48 +32,39 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Number of ranks that the layout takes: the product of the data, sequence and tensor
-        degrees.
-        """
+        """Number of ranks."""
         return math.prod(getattr(self, name) for name in self.AXES)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The coordinates of `rank` in the layout, each from 0, as {"data": d, "sequence": s,
-        "tensor": t}.
-        """
-        found = {}
+        """{"data": d, "sequence": s, "tensor": t}"""
+        coordinates = {}
         for name in reversed(self.AXES):
-            rank, found[name] = divmod(rank, getattr(self, name))
-        return found
+            rank, coordinates[name] = divmod(rank, getattr(self, name))
+        return coordinates
 
     def rank(self, **coordinates: int) -> int:
-        """The rank at these coordinates (keyword arguments data, sequence and tensor); one that is
-        not given is 0.
-        """
+        """The rank at these coordinates, 0 by default."""
         rank = 0
         for name in self.AXES:
             rank = rank * getattr(self, name) + coordinates.get(name, 0)
         return rank
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """All groups of ranks that differ only along `axes` (names in `AXES`), a partition of all
-        ranks; each is a tuple of ranks, ascending. The order is the same on every rank.
-        """
-        found: dict[tuple[int, ...], list[int]] = {}
+        """All ranks, grouped by those that differ only along `axes`; the same on every rank."""
+        groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.size):
-            place = self.coordinates(rank)
-            others = tuple(place[name] for name in self.AXES if name not in axes)
-            found.setdefault(others, []).append(rank)
-        return [tuple(ranks) for ranks in found.values()]
+            coordinates = self.coordinates(rank)
+            others = tuple(coordinates[name] for name in self.AXES if name not in axes)
+            groups.setdefault(others, []).append(rank)
+        return [tuple(ranks) for ranks in groups.values()]
 
     def __str__(self) -> str:
         return " x ".join(f"{name} {getattr(self, name)}" for name in self.AXES)
 
 
 def resolve_role(name: str, layout: Layout, ranks: Sequence[int], num_ranks: int) -> None:
-    """Check that `ranks`, on which the model of section `name` of the recipe (a run's YAML
-    configuration) is placed, are different ranks of a job of `num_ranks` ranks, ascending and as
-    many as `layout` needs. Raises `ValueError`, with what to set, if not.
+    """Check `ranks` of the recipe's section `name`: different, ascending, below `num_ranks` and as
+    many as `layout` needs. Raises `ValueError`, with what to set.
     """
     if len(set(ranks)) != len(ranks):
         raise ValueError(f"{name}.ranks is {list(ranks)}, but each must be named once; mend it")
@@ -100,10 +87,8 @@ def resolve_role(name: str, layout: Layout, ranks: Sequence[int], num_ranks: int
 
 
 def resolve(*, data: int, sequence: int, tensor: int, num_ranks: int) -> Layout:
-    """The layout of a job of `num_ranks` ranks with these degrees of parallelism; `data` 0 takes
-    all ranks that the other two leave.
-
-    Raises `ValueError`, with what to set, where the degrees do not match the number of ranks.
+    """`data` 0 takes all ranks that the other degrees leave. Raises `ValueError`, with what to set,
+    where degrees do not match the ranks.
     """
     rest = sequence * tensor
     if data == 0:

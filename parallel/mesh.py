@@ -1,5 +1,4 @@
-"""The process groups of a layout, named by their use, and starting and ending torch.distributed;
-the same groups in the form that DeepSpeed expects (`DeepSpeedView`)."""
+"""Process groups of a layout by their use, and the start and end of torch.distributed."""
 
 from __future__ import annotations
 
@@ -17,38 +16,30 @@ from megarl.parallel import devices, launcher
 from megarl.parallel.layout import Layout
 
 STORE = "MEGARL_STORE"
-"""Name of an environment variable with the path of a file at which the ranks of one host meet,
-instead of a TCP port. `megarl run` sets it; at a restart the restart's number is appended."""
+"""Environment variable with the path of a file, instead of a TCP port, where ranks of a host
+meet.
+"""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A group of ranks that communicate, seen from one of them: its torch process group (`group`;
-    None if `size` is 1), the number of ranks (`size`), this process's number among them (`rank`,
-    from 0), and their numbers in the whole job (`ranks`). Functions of `parallel.collectives` take
-    it; `ProcessMesh` makes it.
-    """
+    """A group of ranks that communicate, seen from one of them."""
 
     name: str
-    """Name of the axis, for error messages."""
+    """For error messages."""
     size: int
-    """Number of ranks."""
     rank: int
     """This process's number on the axis, from 0."""
     ranks: tuple[int, ...]
-    """The group's ranks, numbered in the whole job; `ranks[rank]` is this process."""
+    """Numbers in the whole job; `ranks[rank]` is this process."""
     group: dist.ProcessGroup | None
-    """The process group; None if and only if `size` is 1, because torch takes None for all
-    ranks."""
+    """None if and only if `size` is 1, because torch takes None for all ranks."""
     timeout_s: float = 0.0
-    """Deadline of the group's collectives in seconds; 0 where they have none or it is not known."""
+    """Of collectives; 0 for none, or not known."""
 
 
 class ProcessMesh:
-    """The process groups of a layout (degrees of data, sequence and tensor parallelism) as `Axis`
-    objects of this process, one attribute for each use. All ranks of the job make it together, as
-    `ProcessMesh(layout)`, also ranks outside of the mesh. As a context manager it destroys its
-    process groups at the end.
+    """The process groups of a layout, as one `Axis` for each use; a context manager.
 
     * `data`: ranks with different samples
     * `sequence`: ranks that share packed sequences, split by token (context parallel)
@@ -56,10 +47,8 @@ class ProcessMesh:
     * `gradient` = data x sequence: ranks with the same weights, for ZeRO, gradient and loss sums
     * `sample` = sequence x tensor: ranks that get the same micro-batch
     * `world`: all ranks
-    * `ulysses` and `ring`: `sequence` = ring x ulysses; neighbours exchange tokens for heads
-      (Ulysses), and keys and values travel around the ring
-    * `ring_back`: the ranks of `ring` with a process group of their own, so that gradients do not
-      queue behind keys
+    * `ring` x `ulysses` = sequence: keys and values travel around the ring
+    * `ring_back`: `ring` with its own process group, so that gradients do not queue behind keys
     """
 
     USES = {
@@ -90,32 +79,29 @@ class ProcessMesh:
         ulysses: int = 1,
         timeout_s: float = 600.0,
     ) -> None:
-        """Make all process groups. Every rank of the job must call it with the same arguments, also
-        ranks that are not in the mesh, since torch makes process groups on all ranks together. On a
-        rank that is not in the mesh, `is_member` is False and every axis has size 0.
+        """Collective over the whole job; outside the mesh `is_member` is False and axes have size
+        0.
 
         Args:
             layout: degrees of parallelism.
             ranks: the ranks of the job that the layout is laid over, ascending; default all.
             ulysses: ranks of a Ulysses group; divides the sequence axis.
-            timeout_s: deadline of every collective in seconds.
+            timeout_s: deadline of every collective.
         """
         self.layout = layout
         self.ranks = tuple(range(dist.get_world_size()) if ranks is None else ranks)
-        found = f"{layout}, {len(self.ranks)} ranks, ulysses {ulysses}"
-        assert len(self.ranks) == layout.size and layout.sequence % ulysses == 0, found
+        sizes = f"{layout}, {len(self.ranks)} ranks, ulysses {ulysses}"
+        assert len(self.ranks) == layout.size and layout.sequence % ulysses == 0, sizes
         # torch orders the ranks of a process group by number, whatever order it is given.
         assert list(self.ranks) == sorted(set(self.ranks) & set(range(dist.get_world_size())))
         self.is_member = dist.get_rank() in self.ranks
-        """Whether this process is one of the mesh's ranks."""
         self.rank = self.ranks.index(dist.get_rank()) if self.is_member else -1
-        """This process's place in the layout; -1 where it is no member."""
+        """Within the layout; -1 where this process is no member."""
         self.timeout_s = timeout_s
-        """Deadline of every collective in seconds, also where this process is no member."""
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._groups: list[dist.ProcessGroup] = []
         self._alone: dist.ProcessGroup | None = None
-        self._made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._by_members: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         for name, axes in self.USES.items():
             setattr(self, name, self.axis(name, layout.groups(*axes)))
         shared = layout.groups("sequence")
@@ -130,32 +116,27 @@ class ProcessMesh:
             _connect(axis)
 
     def axis(self, name: str, groups: Sequence[tuple[int, ...]], *, own: bool = False) -> Axis:
-        """Make a torch process group for each of `groups`, and return the one that this rank is in
-        as an `Axis`, called `name` in error messages. `groups` are tuples of indices into the
-        mesh's list of ranks, from 0, and each index is in exactly one of them.
-
-        Every rank of the job must make the same call. Axes with the same ranks share a process
-        group, unless `own` asks for a separate one. On a rank outside the mesh the axis has size 0.
+        """Make a process group for each of `groups`, a partition of indices into the mesh's ranks;
+        returns this rank's. Collective over the whole job. Axes with the same ranks share one,
+        unless `own` asks for another.
         """
-        made = {} if own else self._made
-        for places in groups:
-            if len(places) > 1 and places not in made:
+        by_members = {} if own else self._by_members
+        for members in groups:
+            if len(members) > 1 and members not in by_members:
                 # Every rank of the job makes every group, in this order: torch requires it.
-                members = [self.ranks[place] for place in places]
-                made[places] = dist.new_group(members, timeout=self._timeout)
-                if self.rank in places:
-                    self._groups.append(made[places])
+                ranks = [self.ranks[index] for index in members]
+                by_members[members] = dist.new_group(ranks, timeout=self._timeout)
+                if self.rank in members:
+                    self._groups.append(by_members[members])
         if not self.is_member:
             return Axis(name, 0, -1, (), None)
-        mine = next(places for places in groups if self.rank in places)
-        ranks = tuple(self.ranks[place] for place in mine)
-        place, group = mine.index(self.rank), made.get(mine)
-        return Axis(name, len(mine), place, ranks, group, self.timeout_s)
+        own_members = next(members for members in groups if self.rank in members)
+        job_ranks = tuple(self.ranks[index] for index in own_members)
+        index, group = own_members.index(self.rank), by_members.get(own_members)
+        return Axis(name, len(own_members), index, job_ranks, group, self.timeout_s)
 
     def group(self, axis: Axis) -> dist.ProcessGroup:
-        """The axis's process group. For an axis of one rank, whose `group` is None, it makes a
-        process group of this rank alone, for libraries that need one.
-        """
+        """The axis's process group; for one rank, one of that rank alone."""
         if axis.group is not None:
             return axis.group
         if self._alone is None:
@@ -164,7 +145,6 @@ class ProcessMesh:
         return self._alone
 
     def destroy(self) -> None:
-        """Destroy all process groups of the mesh in this process; a second call does nothing."""
         while self._groups:
             dist.destroy_process_group(self._groups.pop())
         self._alone = None
@@ -173,25 +153,22 @@ class ProcessMesh:
         return self
 
     def __exit__(
-        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.destroy()
 
 
 def _connect(axis: Axis) -> None:
-    """Have NCCL connect all ranks of an axis on which ranks send to single others. The first such
-    message must not come from some ranks alone (`torch.distributed.batch_isend_irecv`), as it does
-    where a sliding window leaves others nothing to send.
+    """Have NCCL connect all ranks: the first `batch_isend_irecv` must not come from some alone, as
+    under a sliding window.
     """
     if axis.group is not None and dist.get_backend(axis.group) == "nccl":
         dist.all_reduce(torch.zeros(1, device=local_device()), group=axis.group)
 
 
 def all_ranks(*, timeout_s: float | None = None) -> Axis:
-    """An axis of every rank of the job, whatever meshes there are; call it after `initialise`.
-
-    With `timeout_s`, collectives of the axis have that deadline in seconds instead of the job's;
-    every rank must then call it together, since it makes a process group.
+    """An axis of every rank of the job. Collective with `timeout_s`, which makes a process
+    group.
     """
     size = dist.get_world_size()
     group = dist.group.WORLD if size > 1 else None
@@ -201,7 +178,6 @@ def all_ranks(*, timeout_s: float | None = None) -> Axis:
 
 
 def _timeout_s(group: dist.ProcessGroup | None) -> float:
-    """Deadline of the collectives of a group, 0 for none; torch has no public name for it."""
     if group is None:
         return 0.0
     options = getattr(group._get_backend(local_device()), "options", None)
@@ -210,11 +186,8 @@ def _timeout_s(group: dist.ProcessGroup | None) -> float:
 
 
 def local_device() -> torch.device:
-    """This rank's device: the GPU of the launcher's LOCAL_RANK, or the CPU where there is no GPU or
-    the user has hidden them (empty CUDA_VISIBLE_DEVICES, MEGARL_DEVICE=cpu).
-
-    Raises `UserError` where torch does not see the GPUs that nvidia-smi lists, or sees fewer than
-    the launcher has started ranks on this host.
+    """The GPU of LOCAL_RANK, or the CPU where there is none or it is hidden. Raises `UserError`
+    where torch sees fewer GPUs than nvidia-smi or the launcher.
     """
     if torch.cuda.is_available():
         index = launcher.local_rank()
@@ -229,12 +202,8 @@ def local_device() -> torch.device:
 
 
 def initialise(*, timeout_s: float = 600.0) -> torch.device:
-    """Initialise torch.distributed (gloo on CPU, NCCL on GPUs) and make this rank's GPU the current
-    device; returns this rank's device. Every rank calls it once; blocks until all are connected.
-
-    `timeout_s` is the deadline of collectives in seconds. Rank and address come from the variables
-    that torchrun sets; without them the job has one rank. Raises `RuntimeError` where the ranks
-    cannot connect, and `UserError` where this rank's GPU is missing.
+    """Returns this rank's device. Collective; without torchrun's variables the job has one rank.
+    Raises `RuntimeError` where ranks cannot connect, `UserError` where this rank's GPU is missing.
     """
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed requires it even for one rank
     device = local_device()
@@ -272,17 +241,12 @@ def initialise(*, timeout_s: float = 600.0) -> torch.device:
 
 
 def finalise() -> None:
-    """Shut torch.distributed down, at the end of a process that called `initialise`; nothing if it
-    is not initialised.
-    """
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 class DeepSpeedView:
-    """A `ProcessMesh` with the interface that DeepSpeed expects of its `mpu` (model-parallel unit)
-    argument: its data-parallel ranks are those with the same weights (data x sequence).
-    """
+    """A `ProcessMesh` as DeepSpeed's `mpu`, whose data-parallel ranks are data x sequence."""
 
     def __init__(self, mesh: ProcessMesh) -> None:
         self._gradient, self._tensor = mesh.gradient, mesh.tensor
@@ -292,21 +256,14 @@ class DeepSpeedView:
         )
 
     def use(self) -> None:
-        """Make this mesh's groups those that DeepSpeed uses in this process. Call it before every
-        step of an engine, where models in this process have different layouts.
-
-        DeepSpeed keeps one `mpu` for the process, that of the engine made last, and asks it at each
-        gradient reduction of an engine without ZeRO. Another model's engine would reduce over the
-        wrong ranks.
+        """Make DeepSpeed use this mesh's groups. It has those of the engine made last, and asks
+        them at each gradient reduction without ZeRO.
         """
         from deepspeed.utils import groups
 
         groups.mpu = self
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
-        """Process group of the ranks that have the same weights as this rank, also if it is this
-        rank alone: data x sequence of the layout, over which DeepSpeed reduces gradients.
-        """
         return self._gradient_group
 
     def get_data_parallel_world_size(self) -> int:
@@ -316,7 +273,6 @@ class DeepSpeedView:
         return self._gradient.rank
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
-        """Process group of this rank's tensor-parallel ranks, also if it is this rank alone."""
         return self._tensor_group
 
     def get_model_parallel_world_size(self) -> int:

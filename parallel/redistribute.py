@@ -1,9 +1,4 @@
-"""Arrays of samples from the ranks that have them to the ranks that want them, rank to rank.
-
-    values of this rank's samples  --move-->  values of the samples that this rank wants
-
-Every rank plans the same transfers from the same description, so that no plan has to travel.
-"""
+"""Arrays of samples from the ranks that have them to those that want them."""
 
 from __future__ import annotations
 
@@ -18,12 +13,7 @@ from megarl.parallel.mesh import Axis
 
 
 class Redistribution:
-    """Exchanges per-token values of samples among the ranks of an axis. `Redistribution(lengths,
-    sources, targets, axis)` decides who sends what to whom, without communication: `lengths` is the
-    number of tokens of each sample, `sources` and `targets` are for each sample the ranks (indices
-    on `axis`) that have it and that want it. Arguments are the same on every rank. All ranks then
-    call `move` together, once for each kind of values.
-    """
+    """Exchanges per-token values of samples among the ranks of an axis."""
 
     def __init__(
         self,
@@ -32,16 +22,14 @@ class Redistribution:
         targets: Sequence[Sequence[int]],
         axis: Axis,
     ) -> None:
-        """Plan the exchange; nothing is communicated. All ranks pass the same arguments.
+        """Plan the exchange, alike on every rank and without communication. Of the ranks that have
+        a sample, the one that sends the least so far sends it.
 
         Args:
-            lengths: number of values (tokens) of each of the samples 0 .. N - 1.
-            sources: for each sample, the ranks that have it, as indices on `axis`.
-            targets: for each sample, the ranks that want it, as indices on `axis`.
+            lengths: number of values (tokens) of each sample.
+            sources: by sample, the ranks that have it, as indices on `axis`.
+            targets: by sample, the ranks that want it, as indices on `axis`.
             axis: the ranks that exchange.
-
-        A rank that wants a sample it already has keeps it. Otherwise, of the ranks that have it,
-        the one with the least data sent so far sends it.
         """
         self._lengths, self._axis = lengths, axis
         self._sends: dict[tuple[int, int], list[int]] = {}
@@ -55,12 +43,12 @@ class Redistribution:
                 self._sends.setdefault((source, target), []).append(sample)
 
     def wanted(self) -> list[int]:
-        """Numbers of the samples that this rank is to have after the exchange, ascending."""
-        mine = self._axis.rank
+        """Samples that this rank has after the exchange, ascending."""
+        rank = self._axis.rank
         return sorted(
             sample
             for (_, target), samples in self._sends.items()
-            if target == mine
+            if target == rank
             for sample in samples
         )
 
@@ -71,16 +59,12 @@ class Redistribution:
         device: torch.device,
         width: tuple[int, ...] = (),
     ) -> dict[int, torch.Tensor]:
-        """Exchange one array of values for each sample. `values`: {sample: [length, *width]} on
-        this rank, with at least those that it sends or keeps. Returns {sample: [length, *width]} of
-        the samples that this rank wants, as `dtype` on `device`.
-
-        Every rank of the axis calls it together, with the same `dtype` and `width` (dimensions
-        after the first); blocks.
+        """From {sample: [length, *width]} that this rank sends or keeps to those of the samples
+        that it wants, as `dtype` on `device`. Collective.
         """
-        mine, size = self._axis.rank, self._axis.size
-        outgoing = [self._sends.get((mine, target), []) for target in range(size)]
-        incoming = [self._sends.get((source, mine), []) for source in range(size)]
+        rank, size = self._axis.rank, self._axis.size
+        outgoing = [self._sends.get((rank, target), []) for target in range(size)]
+        incoming = [self._sends.get((source, rank), []) for source in range(size)]
         parts = [values[sample].to(device, dtype) for samples in outgoing for sample in samples]
         sent = torch.cat([torch.zeros(0, *width, dtype=dtype, device=device), *parts])
         counts = [sum(self._lengths[sample] for sample in samples) for samples in incoming]

@@ -1,12 +1,12 @@
 """Tensor parallelism (Megatron-LM, arXiv:1909.08053): modules that replace whole layers.
 
     column   weight [N / t, K]: each rank computes its outputs from the same input (q, k, v, gate,
-        up)
+             up)
     row      weight [N, K / t]: each rank computes a part of the sum (attention output, down)
     vocab    embedding [V / t, K]: each rank looks up its own tokens; ranks may differ by one row
 
-Parameters have the same names as in the whole layers. `multiply` is `torch.nn.functional.linear` or
-a function like it.
+Parameters have the names of the whole layers. `multiply(x, weight, bias)` computes as
+`torch.nn.functional.linear`.
 """
 
 from __future__ import annotations
@@ -25,66 +25,49 @@ Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Ten
 
 @dataclass(frozen=True)
 class Shard:
-    """How tensor-parallel ranks split one tensor: rank r has the indices [edges[r], edges[r + 1])
-    of dimension `dim`.
-    """
+    """Rank r of the tensor axis has the indices [edges[r], edges[r + 1]) of dimension `dim`."""
 
     dim: int
     edges: tuple[int, ...]
 
     @staticmethod
     def even(dim: int, whole: int, parts: int) -> Shard:
-        """A split of a tensor whose dimension `dim` has `whole` indices over `parts` ranks, as
-        evenly as possible: the first ranks get one index more.
-        """
+        """The first ranks get one index more."""
         base, extra = divmod(whole, parts)
-        return Shard(dim, tuple(base * part + min(part, extra) for part in range(parts + 1)))
+        return Shard(dim, tuple(base * rank + min(rank, extra) for rank in range(parts + 1)))
 
     @property
     def whole(self) -> int:
-        """Number of indices of the whole tensor in the dimension that is split."""
         return self.edges[-1]
 
     @property
     def lengths(self) -> list[int]:
-        """By rank, the number of indices that it has of the dimension that is split."""
+        """Those of each rank."""
         return [b - a for a, b in zip(self.edges[:-1], self.edges[1:], strict=True)]
 
     def take(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """A contiguous copy of the part of tensor-parallel rank `rank` (from 0), cut out of the
-        `whole` tensor.
-        """
         return whole.narrow(self.dim, self.edges[rank], self.lengths[rank]).clone(
             memory_format=torch.contiguous_format
         )
 
     def gather(self, part: torch.Tensor, axis: Axis) -> torch.Tensor:
-        """The whole tensor, returned on all ranks of the tensor-parallel `axis`, from their parts.
-        All of these ranks call it together; without gradients.
-        """
+        """The whole tensor, on all ranks. Collective; without gradients."""
         return all_gather_parts(part, axis, self.dim, self.lengths)
 
     def whole_shape(self, part: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the whole tensor, given the shape `part` of any rank's part."""
         return tuple(self.whole if dim == self.dim else length for dim, length in enumerate(part))
 
 
 def parameter(part: torch.Tensor, like: torch.Tensor) -> nn.Parameter:
-    """`part` (this rank's part of a weight) as a parameter that requires a gradient if `like` does,
-    marked so that DeepSpeed counts it on every tensor-parallel rank in gradient norms.
-    """
-    made = nn.Parameter(part, requires_grad=like.requires_grad)
-    made.tensor_model_parallel = True  # type: ignore[attr-defined]
-    return made
+    """A parameter like `like`, which DeepSpeed counts on every rank in gradient norms."""
+    weight = nn.Parameter(part, requires_grad=like.requires_grad)
+    weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+    return weight
 
 
 def sum_gradient_over(parameter: torch.Tensor, axis: Axis) -> None:
-    """Register a hook that makes the gradient of `parameter` its sum over the ranks of `axis` (such
-    as the tensor-parallel ranks), in every backward pass, which all of them run together.
-
-    For a parameter of which every rank has a whole copy but uses it for its own heads or outputs
-    only, such as the norm of query heads: each rank's gradient is then a part of the whole
-    gradient.
+    """Have every backward pass sum the gradient over `axis`: for whole weights that each rank uses
+    for its own heads, as the norm of queries.
     """
     parameter.register_hook(
         lambda grad: all_reduce(grad.clone(memory_format=torch.contiguous_format), axis)
@@ -92,13 +75,7 @@ def sum_gradient_over(parameter: torch.Tensor, axis: Axis) -> None:
 
 
 def sum_gradient_on_entry(module: nn.Module, axis: Axis) -> None:
-    """Register a hook on `module` that, in the backward pass, sums the gradient of its input over
-    the ranks of `axis` (the tensor-parallel ranks, which all run it together).
-
-    The input is the first positional argument or else `hidden_states`. One sum serves all
-    column-parallel layers in the module, which have the same input and each compute a part of its
-    gradient.
-    """
+    """As `sum_gradient_over` for the module's input: once for all its column-parallel layers."""
 
     def enter(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if args:
@@ -109,12 +86,8 @@ def sum_gradient_on_entry(module: nn.Module, axis: Axis) -> None:
 
 
 class ColumnParallelLinear(nn.Module):
-    """A linear layer of which this rank computes some outputs: x [..., K], the same on all ranks,
-    -> [..., N / t] for t ranks. `weight` [N / t, K] and `bias` [N / t] are this rank's rows;
-    `multiply(x, weight, bias)` computes the product, as `torch.nn.functional.linear` does.
-
-    In the backward pass x gets this rank's part of its gradient; call `sum_gradient_on_entry` on
-    the module around it to sum the parts.
+    """x [..., K], the same on all ranks, -> this rank's outputs [..., N / t]. The gradient of x is
+    this rank's part; see `sum_gradient_on_entry`.
     """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, multiply: Multiply) -> None:
@@ -126,11 +99,8 @@ class ColumnParallelLinear(nn.Module):
 
 
 class SharedColumnLinear(nn.Module):
-    """A linear layer whose `weight` [N, K] and `bias` [N] every rank has whole, and of which this
-    rank computes the outputs [first, first + count): x [..., K] -> [..., count]. For key and value
-    projections with fewer heads than ranks. Gradients of weight and bias are summed over the
-    tensor-parallel ranks, `axis`. `multiply(x, weight, bias)` computes the product, as
-    `torch.nn.functional.linear` does.
+    """Outputs [first, first + count) of whole `weight` [N, K] and `bias` [N], whose gradients are
+    summed over `axis`: keys and values with fewer heads than ranks.
     """
 
     def __init__(
@@ -157,11 +127,7 @@ class SharedColumnLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """A linear layer of which each rank has some inputs: [..., K / t] for t ranks -> the sum over
-    the tensor-parallel ranks, `axis`, [..., N], the same on all. `weight` [N, K / t] are this
-    rank's columns; `bias` [N] is whole and added once. `multiply(x, weight, None)` computes the
-    product, as `torch.nn.functional.linear` does.
-    """
+    """This rank's inputs [..., K / t] -> the sum over `axis` [..., N]. `bias` [N] is added once."""
 
     def __init__(
         self, weight: nn.Parameter, bias: nn.Parameter | None, axis: Axis, multiply: Multiply
@@ -176,13 +142,8 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabularyParallelEmbedding(nn.Module):
-    """Embedding whose vocabulary is split over the ranks: token ids [...] int64 -> embeddings
-    [..., K], the same on all ranks of `axis`. `weight` [V / t, K] are this rank's rows, for the
-    token ids from `first` on.
-
-    Each rank looks up its own tokens, and results are summed. Token id `padding` (of the whole
-    vocabulary), if given, gets no gradient, as in `torch.nn.Embedding`. Embeddings are multiplied
-    by `scale`, which is rounded to their dtype first.
+    """Token ids [...] -> embeddings [..., K], the same on all ranks. `weight` [V / t, K] begins at
+    token id `first`; `padding` gets no gradient; `scale` is rounded to the embeddings' dtype.
     """
 
     def __init__(
@@ -201,18 +162,15 @@ class VocabularyParallelEmbedding(nn.Module):
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         local = token_ids - self.first
         others = (local < 0) | (local >= self.weight.shape[0])
-        found = nn.functional.embedding(local.masked_fill(others, 0), self.weight, self.padding)
-        whole = sum_values(found.masked_fill(others[..., None], 0.0), self.axis)
+        rows = nn.functional.embedding(local.masked_fill(others, 0), self.weight, self.padding)
+        whole = sum_values(rows.masked_fill(others[..., None], 0.0), self.axis)
         if self.scale == 1.0:
             return whole
         return whole * torch.tensor(self.scale, dtype=whole.dtype, device=whole.device)
 
 
 def whole_shapes(model: nn.Module, shards: dict[str, Shard]) -> dict[str, tuple[int, ...]]:
-    """{parameter name: shape of the whole parameter} for all parameters of `model`, of which this
-    rank may have only a tensor-parallel part (`shards`: {parameter name: how ranks split it}) or a
-    ZeRO 3 partition.
-    """
+    """{parameter: shape of the whole}, where this rank may have a shard or ZeRO 3 partition."""
     shapes = {}
     for name, owned in model.named_parameters():
         shape = torch.Size(getattr(owned, "ds_shape", owned.shape))

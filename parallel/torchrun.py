@@ -3,12 +3,11 @@
     python -m megarl.parallel.torchrun --nproc-per-node 2 -m megarl run recipe.yaml
     megarl run recipe.yaml --ranks 2                                        the same
 
-torchrun itself ends with exit code 1 whatever happened, below 50 lines of its own traceback. Here
-the exit code is that of the rank that failed first, and a rank's one line of error stands alone.
-With --max-restarts, ranks are not started again after a mistake of the user.
+The exit code is that of the rank that failed first, whose one line of error stands alone instead of
+above torchrun's traceback. With --max-restarts, a mistake of the user ends the job.
 
-torch's stores listen on all addresses and serve whoever connects. Where all ranks are on one host,
-they and their agent meet at files in the run's private folder instead, and no port is opened.
+torch's stores listen on all addresses and serve whoever connects. On one host, ranks and agent meet
+at files in the run's private folder instead.
 """
 
 from __future__ import annotations
@@ -41,24 +40,20 @@ from megarl.system.private_folder import run_folder
 from megarl.system.signals import AGENT, SHUTDOWN, SHUTDOWN_S, SIGNALS
 
 SAID = 2
-"""Exit code of a rank that has printed a mistake of the user (`UserError`) in one line."""
+"""Exit code of a rank that has printed a `UserError`."""
 
 
 class NodeLost(Exception):
-    """Ends torchrun's agent on this node, because another node is gone or its ranks have failed.
-    The reason has been printed to stderr before it is raised.
-    """
+    """Ends the agent, because another node is gone or failed; the reason is printed already."""
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent (`LocalElasticAgent`), with two changes: where a rank has ended with a
-    mistake of the user, the ranks are not started again; and on several nodes it ends its ranks
-    where another node is gone. torchrun makes it inside of `run_agent`.
+    """torchrun's agent, which does not start ranks again after a mistake of the user, and ends them
+    where another node is gone.
     """
 
     shares_cores: ClassVar[bool] = False
-    """Whether each rank chooses its number of threads itself: torchrun's OMP_NUM_THREADS=1 is then
-    not passed on to ranks."""
+    """Whether each rank chooses its threads itself, without torchrun's OMP_NUM_THREADS=1."""
     _watch: NodeWatch | None = None
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -103,8 +98,8 @@ class Agent(LocalElasticAgent):
         return result
 
     def _end_by_force(self) -> NoReturn:
-        """End this process, whatever it waits for. The ranks get SIGTERM and time to end before;
-        the kernel kills those that are left, as their agent has ended.
+        """End this process, whatever it waits for. The ranks get SIGTERM and time to end; the
+        kernel kills those that are left.
         """
         ranks = psutil.Process().children()
         for rank in ranks:
@@ -115,11 +110,9 @@ class Agent(LocalElasticAgent):
 
 
 def run_agent(arguments: list[str]) -> int:
-    """Do what the command torchrun does with these `arguments` (its options, then the program and
-    the program's arguments): start the ranks and wait for them. Returns the exit code for this
-    process: 0; that of the rank that failed first; 128 + the number of a signal that ended a rank
-    or this process; 2 for a mistake of the user; or 1 where another node is lost. Errors are
-    printed to stderr in one line.
+    """Do what torchrun does with these `arguments`. Returns the exit code: 0; that of the rank that
+    failed first; 128 + a signal's number; 2 for a mistake of the user; 1 where a node is lost.
+    Prints errors in one line.
     """
     Agent.shares_cores = "OMP_NUM_THREADS" not in os.environ
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun sets, with a warning
@@ -128,7 +121,7 @@ def run_agent(arguments: list[str]) -> int:
     os.environ[AGENT] = str(os.getpid())
     # It takes SIGHUP for a signal to end even where `nohup` has it ignored.
     os.environ.setdefault(
-        "TORCHELASTIC_SIGNALS_TO_HANDLE", ",".join([*(one.name for one in SIGNALS), "SIGQUIT"])
+        "TORCHELASTIC_SIGNALS_TO_HANDLE", ",".join([*(sig.name for sig in SIGNALS), "SIGQUIT"])
     )
     try:
         # torchrun has no option for the class of its agent.
@@ -165,9 +158,8 @@ def run_agent(arguments: list[str]) -> int:
 
 
 def read_options(arguments: list[str]) -> Namespace:
-    """torchrun's own parser's result for `arguments` (torchrun's options, then the program). Raises
-    `UserError`, with one line of text, for options that torchrun does not have and for values that
-    it cannot read. torchrun makes a temporary folder as it reads them.
+    """torchrun's parsed options. Raises `UserError` for those that it refuses. torchrun makes a
+    temporary folder as it reads them.
     """
 
     def error(message: str) -> NoReturn:
@@ -191,10 +183,8 @@ def read_options(arguments: list[str]) -> Namespace:
 
 
 def meet_at_files(options: Namespace, folder: Path) -> None:
-    """Change `options`, as `read_options` returns them, in place, so that the agent and its ranks
-    meet at files in the private folder `folder` (absolute path) and open no TCP port. Also sets
-    environment variables that the ranks inherit, so that the ranks use a file store too. Does
-    nothing where `options` ask for several nodes.
+    """Change `options` of a job of one node in place, and the ranks' environment, so that agent and
+    ranks meet at files in `folder` and open no TCP port.
     """
     if parse_min_max_nnodes(options.nnodes)[1] > 1:
         return
@@ -207,11 +197,9 @@ def meet_at_files(options: Namespace, folder: Path) -> None:
     os.environ[STORE] = str(folder / f"ranks-{os.getpid()}")
 
 
-def exit_code(found: int) -> int:
-    """The shell's exit code for a process that ended with `found`: `found` itself, or 128 + the
-    signal's number where `found` is negative (-9 becomes 137).
-    """
-    return found if found >= 0 else 128 - found
+def exit_code(code: int) -> int:
+    """The shell's code: -9, for signal 9, becomes 137."""
+    return code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""LoRA adapters as files in the format of Hugging Face PEFT: `PeftModel.from_pretrained` and vLLM
-read what is written here, and an adapter that PEFT wrote can be trained on.
+"""LoRA adapters as files in the format of Hugging Face PEFT, both ways.
 
-    adapter_config.json          rank, alpha, adapted layers
-    adapter_model.safetensors    base_model.model.LAYER.lora_A.weight [rank, K] and
-                                 base_model.model.LAYER.lora_B.weight [N, rank]
+adapter_config.json          rank, alpha, adapted layers
+adapter_model.safetensors    base_model.model.LAYER.lora_A.weight [rank, K] and
+                             base_model.model.LAYER.lora_B.weight [N, rank]
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from megarl.system.third_party import opening
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 SCORE = "score.weight"
-"""Name of the weight of a score head, in a checkpoint and in an adapter's files. The head is no
-adapter: it is trained whole, beside the adapters of the other layers."""
+"""The weight of a score head, which is trained whole, beside the adapters."""
 PREFIX = "base_model.model."
 """What PEFT puts before the base model's names."""
 
@@ -47,13 +45,15 @@ PLAIN: dict[str, Any] = {
     "target_parameters": None,
     "arrow_config": None,
 }
-"""{key of adapter_config.json: the only value that is supported}. An adapter with another value
-computes something else from the same tensors, or has other tensors."""
+"""{key of adapter_config.json: the only supported value}. With another an adapter computes
+something else, or has other tensors.
+"""
 PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` that leave the base model as it is. With others, such as "pissa",
-"olora" and "corda", PEFT changes the base model's weights as it loads the adapter."""
+PEFT changes its weights as it loads the adapter.
+"""
 BASE = "megarl_base_digest"
-"""Key of the digest of the base model's weights in the metadata of `TENSORS`."""
+"""Key of the base model's digest in the metadata of `TENSORS`."""
 
 
 def adapter_bytes(
@@ -63,15 +63,13 @@ def adapter_bytes(
     base: str | None,
     base_digest: str = "",
 ) -> dict[str, bytes]:
-    """{file name: content} of a LoRA adapter in PEFT's format: adapter_config.json and
-    adapter_model.safetensors.
+    """{file name: content}
 
     Args:
         tensors: {name in the base model: whole tensor} of all A and B, and of a score head.
         config: rank and alpha.
         base: path or hub name of the base model.
-        base_digest: digest of its weights (`megarl.checkpoints.store.sampled_digest`), by which a
-            run that starts from the adapter knows the base again; empty leaves it out.
+        base_digest: `sampled_digest` of its weights, by which a run knows the base again.
     """
     classifies = SCORE in tensors
     layers = {name.split(".lora_")[0].rpartition(".")[2] for name in tensors if ".lora_" in name}
@@ -95,10 +93,7 @@ def adapter_bytes(
 
 
 def written_for(folder: Path) -> str:
-    """Digest (xxh3-128 in hexadecimal) of the base model's weights that the LoRA adapter in
-    `folder` was trained on, as megarl writes it into the header of adapter_model.safetensors; "" if
-    the file has none, as PEFT's own files, or cannot be read.
-    """
+    """Digest of the base model's weights in an adapter's files; "" without one."""
     try:
         with safe_open(str(folder / TENSORS), framework="pt") as file:
             return (file.metadata() or {}).get(BASE, "")
@@ -107,22 +102,18 @@ def written_for(folder: Path) -> str:
 
 
 def adapter_digest(folder: str) -> str:
-    """xxh3-128 digest, in hexadecimal, of the file adapter_model.safetensors in `folder`; "" if
-    `folder` is "".
-    """
+    """Of the adapter's weights; "" for no folder."""
     return file_digest(Path(folder) / TENSORS) if folder else ""
 
 
 def read_adapter(
     config: LoraConfig, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, torch.Tensor]:
-    """The tensors {name in the base model: whole tensor on the CPU} of the LoRA adapter in the
-    folder `config.adapter`.
+    """{name in the base model: whole tensor on the CPU} of `config.adapter`.
 
-    `shapes`: {name: whole shape} of the adapters' parameters in the model, and of "score.weight" if
-    the model has a score head. If the files have no score head, the result has none either. Raises
-    `ValueError`, with what to set, if files are missing, or the adapter has another rank, alpha or
-    kind, other layers or shapes, or a score head that the model has not.
+    `shapes`: of the parameters that the model adapts, and of its score head; the result has one
+    only if the files do. Raises `ValueError`, with what to set, for missing files, another rank,
+    alpha or kind, or other tensors.
     """
     folder, setting = Path(config.adapter), f"training.lora.adapter {config.adapter!r}"
     for name in (CONFIG, TENSORS):
@@ -132,22 +123,22 @@ def read_adapter(
             " written",
         )
     with opening(f"{CONFIG} of {setting}", fix="fetch the adapter again"):
-        found = dict(json.loads((folder / CONFIG).read_text()))
-    start = found.get("init_lora_weights")
+        content = dict(json.loads((folder / CONFIG).read_text()))
+    start = content.get("init_lora_weights")
     require(
         start in PLAIN_STARTS,
         f"{setting} has init_lora_weights {start!r}, with which PEFT changes the base model too;"
         " convert it to a plain adapter (PEFT: save_pretrained with path_initial_model_for_weight_"
         "conversion), or set another one",
     )
-    wanted = PLAIN | {"r": config.rank, "lora_alpha": config.alpha}
+    expected = PLAIN | {"r": config.rank, "lora_alpha": config.alpha}
     require(
-        isinstance(found.get("r"), int),
+        isinstance(content.get("r"), int),
         f"{setting}: its {CONFIG} has no rank (r); fetch the adapter again",
     )
-    for key, value in wanted.items():
+    for key, value in expected.items():
         # What PEFT leaves out has its default, which is the supported one.
-        has = found.get(key, PLAIN.get(key)) or PLAIN.get(key)
+        has = content.get(key, PLAIN.get(key)) or PLAIN.get(key)
         setting_of = {"r": "training.lora.rank", "lora_alpha": "training.lora.alpha"}.get(key)
         advice = f"set {setting_of} to {has}" if setting_of else "set another adapter"
         require(
@@ -168,7 +159,7 @@ def read_adapter(
         not missing and not further,
         f"{setting} adapts other layers: {len(missing)} tensors are missing"
         f" ({', '.join(missing[:2])}), {len(further)} are not of this run"
-        f" ({', '.join(further[:2])}); set {_targets_of(found.get('target_modules'))}, or"
+        f" ({', '.join(further[:2])}); set {_targets_of(content.get('target_modules'))}, or"
         " model.path to the adapter's base model",
     )
     for name, shape in wanted_shapes.items():
@@ -176,15 +167,14 @@ def read_adapter(
             store.shapes[stored[name]] == shape,
             f"{setting} was made for another base model: its {name} has shape"
             f" {list(store.shapes[stored[name]])}, and that of model.path {list(shape)}; set"
-            f" model.path to {found.get('base_model_name_or_path')!r}, or another adapter",
+            f" model.path to {content.get('base_model_name_or_path')!r}, or another adapter",
         )
     return {name: store.flat(stored[name]).view(shape) for name, shape in wanted_shapes.items()}
 
 
 def _targets_of(target_modules: object) -> str:
-    """What to set `training.lora.targets` to for an adapter whose adapter_config.json has these
-    `target_modules`: a list of layers, or a string, which PEFT reads as a regular expression of
-    layer names or as the word "all-linear".
+    """What to set for an adapter with these `target_modules`: layers, or a string, which PEFT reads
+    as a regular expression of layers or as "all-linear".
     """
     if target_modules == "all-linear":
         return "training.lora.targets to [] (the adapter's target_modules is 'all-linear')"

@@ -1,12 +1,11 @@
-"""The writing of one checkpoint: a thread of each rank writes the rank's files, and the thread of
-rank 0 commits the checkpoint once all ranks have reported theirs.
+"""The writing of one checkpoint: a thread of each rank writes its files, and the thread of rank 0
+commits the checkpoint once all ranks have reported theirs.
 
     .writing_000010.<run>/                             the files
     .writing_000010.<run>.reports/rank_00001.json      what rank 1 has on the disk: {file: digest}
 
-The reports are beside the files, since a network file system may show them late, and the checkpoint
-must have nothing that is not its own. The threads need no collective, and so wait for nobody who
-trains.
+The reports are beside the files, since a network file system may show them late, and a checkpoint
+has only its own files. The threads need no collective, and so wait for nobody who trains.
 """
 
 from __future__ import annotations
@@ -25,29 +24,22 @@ from megarl.system.console import say
 from megarl.system.files import in_thread
 
 LOOK_S = 0.1
-"""Seconds between two looks for the reports of other ranks."""
+"""Between two looks for the reports of other ranks."""
 PROBLEM = "problem"
 """Key of a report that tells what went wrong, in the place of files."""
 
 
 def reports_of(folder: Path) -> Path:
-    """Path of the folder FOLDER.reports beside `folder`, the temporary folder of a checkpoint. Each
-    rank but 0 puts a file rank_NNNNN.json there once its files of the checkpoint are on the disk:
-    {path within the checkpoint: xxh3-128 digest in hexadecimal}, or {"problem": message}.
-    """
+    """Beside the temporary folder of a checkpoint."""
     return folder.with_name(f"{folder.name}.reports")
 
 
 Digests = Mapping[str, str]
-"""{path within the checkpoint: xxh3-128 digest in hexadecimal}"""
+"""{path within the checkpoint: xxh3-128 digest}"""
 
 
 class Writing:
-    """Writes one checkpoint while training goes on. The constructor starts a thread, which calls
-    `write`: it writes this rank's files and returns {path: digest}. On rank 0 another thread calls
-    `commit` with the digests of all ranks, once every rank has reported its files. `wait_written`
-    and `wait_committed` wait for the threads; `give_up` stops them.
-    """
+    """Writes one checkpoint while training goes on, in threads that the constructor starts."""
 
     def __init__(
         self,
@@ -59,59 +51,54 @@ class Writing:
         write: Callable[[], Digests],
         commit: Callable[[Digests], None],
     ) -> None:
-        """`step`: for messages. `folder`: the temporary folder of the checkpoint. `rank`,
-        `num_ranks`: of the ranks that write. `write`: writes this rank's files, syncs them to the
-        disk and returns their digests. `commit`: called on rank 0 with the digests of all ranks'
-        files, gives the checkpoint its final name. Both raise `OSError` where they fail.
+        """Start the threads.
+
+        Args:
+            step: for messages.
+            folder: the temporary folder of the checkpoint.
+            rank, num_ranks: of the ranks that write.
+            write: writes and syncs this rank's files; may raise `OSError`.
+            commit: on rank 0, gives the checkpoint its final name; may raise `OSError`.
         """
         self.step = step
         self.committed_s = 0.0
-        """On rank 0, seconds from the start until the checkpoint was committed."""
+        """On rank 0, from the start."""
         self._reports, self._rank, self._num_ranks = reports_of(folder), rank, num_ranks
-        self._told: Sequence[Digests] | None = None
-        self._is_told = threading.Event()
+        self._gathered: Sequence[Digests] | None = None
+        self._has_reports = threading.Event()
         name = f"checkpoint of step {step}"
         self._written = in_thread(name, lambda: self._write(write))
         self._committed = in_thread(name, lambda: self._collect(commit)) if rank == 0 else None
 
     def wait_written(self, timeout_s: float) -> str:
-        """Wait until this rank's files are on the disk, for `timeout_s` seconds at most; returns
-        what went wrong, a time-out too, or "".
-        """
+        """Wait for this rank's files; returns what went wrong, a time-out too, or ""."""
         late = f"its files were not on the disk after {timeout_s:.0f} s"
         return _outcome(self._written, timeout_s, late)
 
     @property
     def digests(self) -> Digests:
-        """{path within the checkpoint: xxh3-128 digest in hexadecimal} of this rank's files; blocks
-        until they are written.
-        """
+        """Of this rank's files; blocks until they are written."""
         return self._written.result()
 
     def wait_committed(self, reported: Sequence[Digests], timeout_s: float) -> str:
-        """On rank 0, wait until the checkpoint is committed, for `timeout_s` seconds at most;
-        returns what went wrong, a time-out too, or "". `reported`: for each rank, {path within the
-        checkpoint: digest} of its files, for a file system that does not show the ranks' reports
-        yet.
+        """On rank 0, wait for the commit; returns as `wait_written`. `reported`: by rank, for a
+        file system that does not show the reports yet.
         """
-        self._told = reported
-        self._is_told.set()
+        self._gathered = reported
+        self._has_reports.set()
         assert self._committed is not None
         return _outcome(self._committed, timeout_s, f"it was not committed after {timeout_s:.0f} s")
 
     def give_up(self, timeout_s: float) -> bool:
-        """Keep this rank's threads from committing the checkpoint, and wait until they end, for
-        `timeout_s` seconds at most. Returns True if they have ended, False if one still writes.
-        """
-        self._told = None
-        self._is_told.set()
+        """Keep this rank's threads from committing; returns whether they have ended in time."""
+        self._gathered = None
+        self._has_reports.set()
         threads: list[Future[Any]] = [self._written, self._committed or self._written]
         return not wait(threads, timeout_s).not_done
 
     def linger(self, timeout_s: float) -> None:
         """Before this process ends by an error, wait until the checkpoint is committed, or cannot
-        be, for `timeout_s` seconds at most; rank 0 says on standard error what became of it. The
-        other ranks wait too: torchrun ends rank 0 soon after them. Each rank calls it alone.
+        be; rank 0 tells. The other ranks wait too: torchrun ends rank 0 soon after them.
         """
         if self._committed is None:
             self._is_over(timeout_s)
@@ -142,9 +129,7 @@ class Writing:
         return True
 
     def _write(self, write: Callable[[], Digests]) -> Digests:
-        """Write this rank's files, and tell rank 0, which waits for this thread, what became of it:
-        also of any error.
-        """
+        """Tells rank 0, which waits for this thread, also of any error."""
         try:
             digests = write()
             self._report(digests)
@@ -157,18 +142,16 @@ class Writing:
     def _report(self, report: Digests) -> None:
         if self._rank == 0:
             return
-        place = self._report_of(self._rank)
-        aside = place.with_suffix(".writing")
+        path = self._report_of(self._rank)
+        aside = path.with_suffix(".writing")
         aside.write_text(json.dumps(report))
-        aside.rename(place)
+        aside.rename(path)
 
     def _report_of(self, rank: int) -> Path:
         return self._reports / f"rank_{rank:05d}.json"
 
     def _collect(self, commit: Callable[[Digests], None]) -> None:
-        """On rank 0, wait until all ranks have reported, and commit the checkpoint, unless it is
-        given up. Raises `OSError` if a rank reports a problem.
-        """
+        """On rank 0. Raises `OSError` if a rank reports a problem."""
         started_at = time.monotonic()
         try:
             reported = {self._rank: self._written.result()}
@@ -179,11 +162,11 @@ class Writing:
                         reported[rank] = json.loads(path.read_text())
                         if PROBLEM in reported[rank]:
                             raise OSError(f"rank {rank}: {reported[rank][PROBLEM]}")
-                if len(reported) < self._num_ranks and self._is_told.wait(LOOK_S):
-                    reported = dict(enumerate(self._told or ()))
+                if len(reported) < self._num_ranks and self._has_reports.wait(LOOK_S):
+                    reported = dict(enumerate(self._gathered or ()))
                     break
-            if self._told is not None or not self._is_told.is_set():
-                commit({name: digest for one in reported.values() for name, digest in one.items()})
+            if self._gathered is not None or not self._has_reports.is_set():
+                commit({name: digest for own in reported.values() for name, digest in own.items()})
         finally:
             self.committed_s = time.monotonic() - started_at
             shutil.rmtree(self._reports, ignore_errors=True)

@@ -76,15 +76,13 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, eq=False)
 class Checkpoints:
-    """Writes and restores the checkpoints of one run folder. `save` begins a checkpoint, which
-    threads write while training goes on; `finish` waits until it is complete; `load` restores one.
-    All ranks with a part of a trained model create the object and call these methods together;
-    `close` is called by each rank alone.
+    """Writes and restores the checkpoints of one run folder. All ranks with a part of a trained
+    model create it, and call `save`, `finish` and `load` together.
     """
 
     folder: Path = field(kw_only=False)
     keep: int
-    """How many checkpoints stay; older ones are removed."""
+    """How many checkpoints stay."""
     best: str = ""
     """`training.checkpoint.best`: the metric by which one more stays; empty for none."""
     engine: TrainEngine | None
@@ -94,29 +92,26 @@ class Checkpoints:
     seed: int
     data: str
     others: Mapping[str, TrainEngine] = field(default_factory=dict)
-    """{name: model} of further roles that are trained on this rank; their state is saved and
-    restored beside that of `engine`."""
+    """{role: model} of further roles that are trained on this rank."""
     roles: Mapping[str, str] = field(default_factory=dict)
-    """{name: text with layout, ZeRO stage, precision and optimizer} of all models in `others` on
-    any rank, the same on every rank."""
+    """{role: `written_under`} of `others` on any rank, the same on every rank."""
     everyone: Axis | None = None
-    """All ranks with a part of a trained model; None for the ranks of `mesh`."""
+    """All ranks with a part of a trained model; None for those of `mesh`."""
     base_digest: str = ""
-    """With LoRA, the digest of the base model's weights, which is written beside the adapters."""
+    """With LoRA, of the base model's weights; written beside the adapters."""
     reference: str = ""
-    """Digest of the adapter with which the reference model computes; "" without one."""
+    """Digest of the reference model's adapter; "" without one."""
     owner: Lease | None = None
-    """On rank 0, the lease of this run on its folder; None where the folder has no other user."""
+    """On rank 0, the lease on the run folder; None where it has no other user."""
     run_id: str = ""
-    """Id of the run, the same on every rank, which is in the name of its temporary folders."""
+    """The same on every rank, in the name of temporary folders."""
     in_background: bool = False
-    """Have `save` return once the state is copied; else it calls `finish` itself."""
+    """Whether `save` returns once the state is copied, without `finish`."""
     generation: bytes | None = None
-    """Content of the model's generation_config.json, for the saved model; None for what
-    transformers makes of its config."""
+    """The model's generation_config.json; None for what transformers makes of its config."""
 
     names: Mapping[str, str] = field(default_factory=dict)
-    """{name of a parameter: its name in the saved model}, of those with another one there."""
+    """{parameter: its name in the saved model, where that is another}"""
 
     def __post_init__(self) -> None:
         self._writing: Writing | None = None
@@ -126,16 +121,13 @@ class Checkpoints:
 
     @property
     def world(self) -> Axis:
-        """The process group (`Axis`) of all ranks with a part of a trained model, which call the
-        methods together.
-        """
         return self.everyone or self.mesh.world
 
     @property
     def _engines(self) -> dict[str, TrainEngine]:
-        """{folder in a checkpoint: model} of the models on this rank."""
-        places = {"state": self.engine} if self.engine is not None else {}
-        return places | {f"roles/{name}": engine for name, engine in self.others.items()}
+        """{folder in a checkpoint: model} on this rank."""
+        engines = {"state": self.engine} if self.engine is not None else {}
+        return engines | {f"roles/{name}": engine for name, engine in self.others.items()}
 
     @property
     def _file_of_rank(self) -> str:
@@ -151,21 +143,19 @@ class Checkpoints:
         groups: Sequence[Group] = (),
         made_with: str = "",
     ) -> Path:
-        """Begin the checkpoint of `step` (number of finished steps), once the one before is
-        finished; returns the path that it will have, FOLDER/step_NNNNNN. If the field
-        `in_background` is True, it returns when the state is copied to host memory, else when the
-        checkpoint is complete. At most `keep` (a field) checkpoints remain, and the best one. All
-        ranks with a part of a trained model call it together.
+        """Begin the checkpoint of `step` (finished steps), once the one before is finished; returns
+        its path FOLDER/step_NNNNNN. Collective.
 
-        `next_ordinal`: position, in the training order, of the first prompt not yet trained on.
-        `used`: later positions whose prompts have been trained on already. `algorithm`: {name:
-        number} that the algorithm has adapted. `groups`: finished rollouts not trained on yet that
-        this rank is to write, grouped by prompt; `made_with`: digest of the settings that they
-        depend on.
+        Args:
+            step: finished steps.
+            next_ordinal: position of the first prompt not yet trained on.
+            used: later positions that have been trained on.
+            algorithm: {name: number} that the algorithm has adapted.
+            groups: finished rollouts, not trained on yet, that this rank writes.
+            made_with: digest of the settings that they depend on.
 
         Raises on every rank `OSError`, with what to do, if a rank cannot write, and `UserError` if
-        a weight is not finite or another run owns the run folder. The path appears only when the
-        files of all ranks and their digests are on the disk.
+        a weight is not finite or another run owns the folder.
         """
         self.finish()
         progress = self._progress(step, next_ordinal, used, algorithm or {})
@@ -178,10 +168,7 @@ class Checkpoints:
         return self.folder / f"step_{step:06d}"
 
     def finish(self) -> None:
-        """Wait until the checkpoint that was begun last is complete; does nothing if none is being
-        written. Raises on every rank `OSError` where a rank cannot write, and `UserError` if
-        another run owns the run folder. All ranks with a part of a trained model call it together.
-        """
+        """Wait until the last checkpoint is complete. Raises as `save`. Collective."""
         if (writing := self._writing) is None:
             return
         # Less than the collectives' own time, in which the other ranks wait for this one.
@@ -196,21 +183,17 @@ class Checkpoints:
         self._times["time/checkpoint_written_s"] = writing.committed_s
 
     def close(self) -> None:
-        """At the end of a run, after an error too, wait until the checkpoint that is being written
-        is complete or has failed, for at most the time-out of a collective; raises nothing if it is
-        not complete. Each rank calls it alone.
-        """
+        """At the end, after an error too, wait until the checkpoint is complete or has failed."""
         if self._writing is not None:
             self._writing.linger(self.mesh.timeout_s)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """On rank 0, learn the `metrics` of an evaluation after `step` steps, which is in the run
-        folder: the best checkpoint is kept. Raises `UserError` if no evaluation so far has had the
-        metric `best`, though these are of its kind ("eval" or "eval_sampled").
+        """On rank 0, take in an evaluation after `step` steps. Raises `UserError` if none has had
+        the metric `best`, though these are of its kind ("eval" or "eval_sampled").
         """
         name = self.best.removeprefix("min:")
         scores = self._known_scores()
-        if not name or not any(one.startswith(name.split("/")[0] + "/") for one in metrics):
+        if not name or not any(key.startswith(name.split("/")[0] + "/") for key in metrics):
             return
         if name not in metrics and not scores:
             raise UserError(
@@ -221,30 +204,25 @@ class Checkpoints:
             scores[step] = score
 
     def _known_scores(self) -> dict[int, float]:
-        """{step: score} of the evaluations of the run by the metric `best`, from the run folder
-        at first, as after a resume.
-        """
+        """{step: score} of the run's evaluations by `best`."""
         with self._reading:  # the thread that writes checkpoints asks too
             if self._scores is None:
                 self._scores = evaluated_scores(self.folder.parent, self.best)
             return self._scores
 
     def take_times(self) -> dict[str, float]:
-        """Metrics of rank 0 since the last call: {"time/checkpoint_copy_s": seconds for which the
-        newest save has held up training, "time/checkpoint_written_s": seconds from the copy of the
-        state until the newest checkpoint was on the disk}; without the keys of what has not
-        happened.
+        """Metrics since the last call: "time/checkpoint_copy_s", for which the newest save has held
+        up training, and "time/checkpoint_written_s", from the copy until it was on the disk.
         """
-        found, self._times = self._times, {}
-        return found
+        times, self._times = self._times, {}
+        return times
 
     def _begin(
         self, step: int, progress: Progress | None, groups: Sequence[Group], made_with: str
     ) -> Writing:
-        """Take this rank's state and begin to write it, with the finished groups of this rank."""
-        if found := self._broken_weight():
+        if weight := self._broken_weight():
             raise UserError(
-                f"no checkpoint of step {step} is written: the weight {found} is not finite; go on"
+                f"no checkpoint of step {step} is written: the weight {weight} is not finite; go on"
                 " from an earlier checkpoint with a lower learning rate"
             )
         final, aside = self.folder / f"step_{step:06d}", self._aside(step)
@@ -253,8 +231,8 @@ class Checkpoints:
         self._everybody(attempt(lambda: self._make_room(aside)) if main else "", step)
         files = RankFiles(aside, in_background=self.in_background)
         if groups:
-            place = aside / FOLDER / self._file_of_rank
-            files.add_later(lambda: [write_groups(place, groups, made_with)])
+            path = aside / FOLDER / self._file_of_rank
+            files.add_later(lambda: [write_groups(path, groups, made_with)])
         for take in (self._take_state, self._take_model):
             problem = attempt(lambda take=take: take(aside, files, progress))
             self._everybody(problem or files.problem, step)
@@ -268,15 +246,12 @@ class Checkpoints:
         )
 
     def _aside(self, step: int) -> Path:
-        """Path of the temporary folder in which the checkpoint of `step` is written before it is
-        renamed. The name contains the run's id: two runs never write to the same checkpoint.
-        """
+        """With the run's id in its name: two runs never write to the same checkpoint."""
         return self.folder / f"{ASIDE}{step:06d}{'.' * bool(self.run_id)}{self.run_id}"
 
     def _refuse_lost(self, step: int) -> None:
-        """Raise `UserError` on every rank if another run has taken over the run folder since this
-        run started. Rank 0 first deletes the unfinished checkpoint of `step`. All ranks call this
-        method together.
+        """Raise `UserError` if another run has taken over the folder; rank 0 first deletes the
+        unfinished checkpoint. Collective.
         """
         main = self.world.rank == 0
         lost = self.owner.problem() if main and self.owner is not None else ""
@@ -286,35 +261,30 @@ class Checkpoints:
             raise UserError(lost)
 
     def _broken_weight(self) -> str:
-        """Name of the first weight, of any role on any rank, that is not finite; "" if all are.
-        All ranks call it together.
+        """The first weight, of any role on any rank, that is not finite; "" if all are.
+        Collective.
         """
-        found = ""
-        for place, engine in self._engines.items():
+        broken = ""
+        for folder, engine in self._engines.items():
             weight = engine.broken_weight()  # collective over the ranks of the role
-            of_role = f" of the {place.removeprefix('roles/')}" if place != "state" else ""
-            found = found or (weight and weight + of_role)
-        return next(filter(None, gather_objects(found, self.world)), "")
+            of_role = f" of the {folder.removeprefix('roles/')}" if folder != "state" else ""
+            broken = broken or (weight and weight + of_role)
+        return next(filter(None, gather_objects(broken, self.world)), "")
 
     def _make_room(self, aside: Path) -> None:
-        """Create an empty temporary folder next to the final one; removes what an interrupted save
-        left, of this run or of an earlier one.
-        """
         remove_unfinished(self.folder)
-        for part in ("state", "random", "model"):
-            (aside / part).mkdir(parents=True)
+        for name in ("state", "random", "model"):
+            (aside / name).mkdir(parents=True)
         reports_of(aside).mkdir()
 
     def _take_state(self, aside: Path, files: RankFiles, progress: Progress | None) -> None:
-        """Add this rank's part of the optimizer state and its random-generator state to `files`."""
-        for place, engine in self._engines.items():
-            engine.save(aside / place, files)
+        for folder, engine in self._engines.items():
+            engine.save(aside / folder, files)
         if self.engine is not None:
             files.create(aside / "random" / self._file_of_rank).write(random_states())
 
     def _take_model(self, aside: Path, files: RankFiles, progress: Progress | None) -> None:
-        """Add this rank's files of the model in Hugging Face format, for `from_pretrained` and
-        vLLM, to `files`. Rank 0 also adds the adapters, the config, the generation config, the
+        """This rank's files of the Hugging Face model; rank 0 also adds the adapters, configs,
         tokenizer and `run.json`.
         """
         if self.engine is None or progress is None:
@@ -327,8 +297,8 @@ class Checkpoints:
         if adapters:
             (aside / "adapter").mkdir()
             lora, base = engine.config.lora, model.name_or_path
-            made = adapter_bytes(adapters, lora, base=base, base_digest=self.base_digest)
-            for name, content in made.items():
+            contents = adapter_bytes(adapters, lora, base=base, base_digest=self.base_digest)
+            for name, content in contents.items():
                 files.create(aside / "adapter" / name).write(content)
         files.add_later(
             lambda: [
@@ -339,23 +309,20 @@ class Checkpoints:
 
     @cached_property
     def _weights(self) -> WeightExport:
-        """The plan by which ranks write the model's weights: which elements each rank owns. It is
-        the same for every checkpoint of the run, so it is made once.
-        """
+        """The plan by which ranks write the weights, the same for every checkpoint."""
         assert self.engine is not None
         module, mesh, names = self.engine.module, self.mesh, self.names
         shapes, stage = module.shapes(), self.engine.config.zero_stage
         owned = training_owned(shapes, module.shards, mesh.layout, stage)
-        for one in owned:  # the buffers keep their names
-            one.pieces = [p._replace(tensor=names.get(p.tensor, p.tensor)) for p in one.pieces]
+        for rank in owned:  # the buffers keep their names
+            rank.pieces = [p._replace(tensor=names.get(p.tensor, p.tensor)) for p in rank.pieces]
         shapes = {names.get(name, name): shape for name, shape in shapes.items()}
         dtype = next(module.model.parameters()).dtype
         return WeightExport(owned, shapes, dtype)
 
     def _commit(self, aside: Path, final: Path, digests: Digests) -> None:
-        """On rank 0, once all ranks have synced their files: write the manifest, rename the folder
-        to its final name, then remove older checkpoints. A thread calls this method. Raises
-        `OSError` if another run owns the run folder.
+        """On rank 0, in a thread, once all ranks have synced their files. Raises `OSError` if
+        another run owns the folder.
         """
         write_manifest(aside, digests)
         # The last moment: a new owner has removed `aside`, or is about to.
@@ -372,17 +339,15 @@ class Checkpoints:
             shutil.rmtree(path, ignore_errors=True)
 
     def _everybody(self, problem: str, step: int, writing: Writing | None = None) -> None:
-        """Raise `OSError` on every rank if any rank reports a problem while the checkpoint of
-        `step` is written; `problem` is this rank's message, or "". The unfinished folder is removed
-        first, once `writing` does not write into it any more, and earlier checkpoints stay. All
-        ranks call this method together.
+        """Raise `OSError` on every rank if any reports a `problem`, once `writing` has stopped and
+        the unfinished folder is removed. Collective.
         """
-        found = [
-            f"rank {rank}: {said}"
-            for rank, said in enumerate(gather_objects(problem, self.world))
-            if said
+        problems = [
+            f"rank {rank}: {message}"
+            for rank, message in enumerate(gather_objects(problem, self.world))
+            if message
         ]
-        if not found:
+        if not problems:
             return
         self._writing = None
         hangs = writing is not None and not writing.give_up(self.mesh.timeout_s / 4)
@@ -395,25 +360,22 @@ class Checkpoints:
         raise OSError(
             errno.EIO,
             f"the checkpoint of step {step} could not be written to {self.folder} ({free:.2f} GiB"
-            f" free): {'; '.join(found)}; earlier checkpoints are whole:"
-            f" {disk_advice('; '.join(found))} and go on with --resume True",
+            f" free): {'; '.join(problems)}; earlier checkpoints are whole:"
+            f" {disk_advice('; '.join(problems))} and go on with --resume True",
         )
 
     def load(self, path: Path) -> Progress:
-        """Restore the trained models and the random-number generators from the checkpoint in folder
-        `path`, whose files must be undamaged; returns where its run stood: step, position in the
-        data, seed. All ranks with a part of a trained model call it together. Raises `UserError` on
-        every rank if a weight is not finite, or if the checkpoint lacks a model that this run
-        trains.
+        """Restore models and generators from an undamaged checkpoint. Collective. Raises
+        `UserError` if a weight is not finite, or a model is missing that this run trains.
         """
         progress = read_progress(path)
-        for place, engine in self._engines.items():
-            if not (path / place).is_dir():
+        for folder, engine in self._engines.items():
+            if not (path / folder).is_dir():
                 raise UserError(
-                    f"checkpoint {path} has no {place}; resume with the recipe that wrote it, or"
+                    f"checkpoint {path} has no {folder}; resume with the recipe that wrote it, or"
                     " set folder to a new one"
                 )
-            engine.load(path / place)
+            engine.load(path / folder)
         if broken := self._broken_weight():
             raise UserError(
                 f"the weight {broken} of checkpoint {path} is not finite; remove the checkpoint, so"
@@ -421,14 +383,14 @@ class Checkpoints:
             )
         if self.engine is not None:
             # Ranks that the writing run did not have take the states of its ranks in turn.
-            found = sorted((path / "random").iterdir())
-            restore_random_states(found[self.mesh.rank % len(found)])
+            states = sorted((path / "random").iterdir())
+            restore_random_states(states[self.mesh.rank % len(states)])
         return progress
 
     def _progress(
         self, step: int, next_ordinal: int, used: Sequence[int], algorithm: Mapping[str, float]
     ) -> Progress | None:
-        """What `run.json` is to hold; None on ranks without a part of the exported model."""
+        """None on ranks without a part of the exported model."""
         if self.engine is None:
             return None
         layout = written_under(self.mesh.layout, self.engine.config)
@@ -448,9 +410,8 @@ class Checkpoints:
 
 
 def attempt(work: Callable[[], object]) -> str:
-    """Call `work` and turn an error of disk, memory or torch (`OSError`, `MemoryError`,
-    `RuntimeError`, `SafetensorError`) into the return value: its message, or "" if `work` succeeds.
-    So all ranks can exchange messages before any raises. Other exceptions pass through.
+    """The message of an error of disk, memory or torch that `work` raises, "" without one, so that
+    ranks can exchange messages before any raises.
     """
     try:
         work()
@@ -460,8 +421,8 @@ def attempt(work: Callable[[], object]) -> str:
 
 
 def random_states() -> bytes:
-    """Content of a safetensors file with the states of torch's generators of the CPU and, where
-    there is one, of this rank's GPU; `restore_random_states` reads it.
+    """A safetensors file with the states of torch's generators of the CPU and, where there is one,
+    of this rank's GPU.
     """
     states = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -470,9 +431,8 @@ def random_states() -> bytes:
 
 
 def restore_random_states(path: Path) -> None:
-    """Set torch's generators to the states in the file `path`, which has the content that
-    `random_states` returned. A GPU's state is left out where there is no GPU, and a GPU keeps its
-    own where the file has none.
+    """A GPU's state is left out where there is no GPU, and a GPU keeps its own where the file has
+    none.
     """
     states = load_file(str(path))
     torch.set_rng_state(states["torch"])

@@ -1,5 +1,4 @@
-"""Finished groups of rollouts that are not trained yet, as part of a checkpoint: a resumed run
-trains on them and does not generate them again.
+"""Finished groups of rollouts that are not trained yet, as part of a checkpoint.
 
     step_000010/groups/rank_00000.safetensors    the groups that one data rank has written
 
@@ -22,18 +21,17 @@ from safetensors.numpy import save
 from megarl.types import Group, Prompt, Rollout, Segment, TokenArrays
 
 FOLDER = "groups"
-"""Name of the folder in a checkpoint."""
+"""In a checkpoint."""
 
 
 def write_groups(path: Path, groups: Sequence[Group], made_with: str) -> Path:
-    """Write finished rollouts, grouped by prompt, to the safetensors file `path`, whose folders are
-    created; returns `path`. The segments of `groups` must hold their token arrays in this process.
-    `made_with`: digest of the settings that the rollouts depend on, which `read_groups` compares.
+    """The segments must hold their token arrays in this process. `made_with`: digest of the
+    settings that the rollouts depend on.
     """
     parts = segments_of(groups)
     arrays = {
-        "token_ids": _joined([part.arrays.token_ids for part in parts], np.int32),
-        "logprobs": _joined([part.arrays.logprobs for part in parts], np.float32),
+        "token_ids": _joined([segment.arrays.token_ids for segment in parts], np.int32),
+        "logprobs": _joined([segment.arrays.logprobs for segment in parts], np.float32),
     }
     about = {
         "made_with": made_with,
@@ -42,7 +40,7 @@ def write_groups(path: Path, groups: Sequence[Group], made_with: str) -> Path:
                 "ordinal": group.ordinal,
                 "has_greedy": group.greedy is not None,
                 "left_out": len(group.left_out),
-                "rollouts": [asdict(one) for one in group.members],
+                "rollouts": [asdict(rollout) for rollout in group.members],
             }
             for group in with_arrays(groups, [None] * len(parts))
         ],
@@ -57,13 +55,11 @@ def write_groups(path: Path, groups: Sequence[Group], made_with: str) -> Path:
 def read_groups(
     checkpoint: Path, made_with: str, prompt_at: Callable[[int], Prompt]
 ) -> tuple[list[Group], int]:
-    """Read the finished rollouts that all ranks wrote to the checkpoint in the folder `checkpoint`.
-    Returns (rollouts, grouped by prompt and in the order of training; number of groups left out).
-    Groups are left out if `write_groups` wrote their file with another `made_with`, the digest of
-    the settings that rollouts depend on. `prompt_at`: gives the prompt at a position of the
-    training order, since the files have no prompts.
+    """(the groups that all ranks wrote, in the order of training; number of those left out because
+    they were made with other settings). `prompt_at`: the prompt at a position, since the files have
+    none.
     """
-    found, left_out, reader = list[Group](), 0, TypeAdapter(list[Rollout])
+    groups, left_out, reader = list[Group](), 0, TypeAdapter(list[Rollout])
     for path in sorted((checkpoint / FOLDER).glob("*.safetensors")):
         with safe_open(str(path), framework="np") as file:
             about = json.loads(file.get_tensor("about").tobytes())
@@ -73,15 +69,15 @@ def read_groups(
             continue
         end = 0
         for record in about["groups"]:
-            for part in (part for one in record["rollouts"] for part in one["segments"]):
-                begin, end = end, end + part["num_tokens"]
-                part["arrays"] = TokenArrays(token_ids[begin:end], logprobs[begin:end])
+            for span in (span for row in record["rollouts"] for span in row["segments"]):
+                begin, end = end, end + span["num_tokens"]
+                span["arrays"] = TokenArrays(token_ids[begin:end], logprobs[begin:end])
             rollouts = reader.validate_python(record["rollouts"])
             missing = [rollouts.pop() for _ in range(record.get("left_out", 0))][::-1]
             greedy = rollouts.pop() if record["has_greedy"] else None
             ordinal = record["ordinal"]
-            found.append(Group(ordinal, prompt_at(ordinal), rollouts, greedy, missing))
-    return sorted(found, key=lambda group: group.ordinal), left_out
+            groups.append(Group(ordinal, prompt_at(ordinal), rollouts, greedy, missing))
+    return sorted(groups, key=lambda group: group.ordinal), left_out
 
 
 def _joined(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
@@ -89,29 +85,26 @@ def _joined(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
 
 
 def with_arrays(groups: Sequence[Group], arrays: Sequence[Any]) -> list[Group]:
-    """Copies of `groups` (rollouts grouped by prompt) in which the field `arrays` of every segment
-    is replaced by the elements of the argument `arrays`, one for each segment in the order of
-    `segments_of`. The field holds the token ids and log-probs of a segment, or a reference to them.
+    """Copies of `groups` whose segments' `arrays` (token ids and log-probs, or a reference to them)
+    are replaced, in the order of `segments_of`.
     """
     following = iter(arrays)
 
-    def refilled(one: Rollout) -> Rollout:
-        parts = [replace(part, arrays=next(following)) for part in one.segments]
-        return replace(one, segments=parts)
+    def refilled(rollout: Rollout) -> Rollout:
+        parts = [replace(segment, arrays=next(following)) for segment in rollout.segments]
+        return replace(rollout, segments=parts)
 
     return [
         replace(
             group,
-            rollouts=[refilled(one) for one in group.rollouts],
+            rollouts=[refilled(rollout) for rollout in group.rollouts],
             greedy=refilled(group.greedy) if group.greedy is not None else None,
-            left_out=[refilled(one) for one in group.left_out],
+            left_out=[refilled(rollout) for rollout in group.left_out],
         )
         for group in groups
     ]
 
 
 def segments_of(groups: Sequence[Group]) -> list[Segment]:
-    """The segments (runs of tokens by model or environment) of all rollouts of `groups`: group by
-    group, rollout by rollout, in the order of `Group.members`.
-    """
-    return [part for group in groups for one in group.members for part in one.segments]
+    """Of all rollouts, in the order of `Group.members`."""
+    return [segment for group in groups for row in group.members for segment in row.segments]

@@ -26,29 +26,29 @@ from megarl.system.process_state import machine
 
 NAME = ".owner.json"
 RENEW_S = 5.0
-"""Seconds between two heartbeats."""
+"""Between two heartbeats."""
 POLL_S = 0.25
-"""Seconds between two looks at the file of another run."""
+"""Between two looks at the file of another run."""
 ENDING_S = 3.0
-"""Seconds given to an owner to end, since a killed process takes a moment."""
+"""Given to an owner to end, since a killed process takes a moment."""
 RECORD_BYTES = 1024
-"""Size of the file, the same at every heartbeat, so that each is one write in place."""
+"""Of the file at every heartbeat, so that each is one write in place."""
 RUNS, ENDED = "runs", "ended"
 
 
 @dataclass(frozen=True)
 class Record:
-    """Content of the file `.owner.json` of a run folder: which run owns the folder."""
+    """Content of `.owner.json`: which run owns the folder."""
 
     run: str
-    """Random id of the run, in hexadecimal."""
+    """Random id in hexadecimal."""
     host: str
     process: int
-    """Process id of rank 0."""
+    """Of rank 0."""
     since: str
-    """Date and time at which the run took the folder, for people."""
+    """When the run took the folder, for people."""
     machine: str = ""
-    """Id of the boot of the machine and of the process namespace."""
+    """Boot of the machine and process namespace."""
     state: str = RUNS
     heartbeats: int = 0
 
@@ -56,21 +56,18 @@ class Record:
         return f"process {self.process} on {self.host}, since {self.since}"
 
     def encode(self) -> bytes:
-        """The file's 1024 bytes: a JSON object, spaces and a newline."""
         return json.dumps(asdict(self)).encode().ljust(RECORD_BYTES - 1) + b"\n"
 
 
 def read_owner(folder: Path) -> Record | None:
-    """What the run folder `folder` says of its owner; None if it says nothing that can be read."""
+    """None if the folder says nothing that can be read."""
     with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
         return Record(**json.loads((folder / NAME).read_bytes()))
     return None
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a living process holds the lock of the run folder `folder`, as far as this host can
-    tell.
-    """
+    """Whether a living process holds the folder's lock, as far as this host can tell."""
     with contextlib.suppress(OSError, ValueError), (folder / NAME).open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -81,17 +78,13 @@ def is_held(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Claim:
-    """The statement that the run with the id `run` owns the run folder `folder`, which any process
-    of the run, on any host, can check by `problem`.
-    """
+    """That the run with id `run` owns `folder`; any process of the run can check it."""
 
     folder: Path
     run: str
 
     def problem(self) -> str:
-        """Why this run must not write to the folder, as a sentence for the user; "" while the run
-        owns the folder. Reads the file at each call.
-        """
+        """Why this run must not write to the folder; "" while it may. Reads the file."""
         path, more = self.folder / NAME, "this run ends and writes nothing more there"
         try:
             if f'"run": "{self.run}"'.encode() in path.read_bytes():
@@ -111,9 +104,7 @@ class Claim:
 
 
 class Lease:
-    """The ownership of this process over a run folder, made by `take` and kept until `release`.
-    `problem()` gives "" or why the folder is lost.
-    """
+    """Ownership of a run folder, made by `take`."""
 
     def __init__(self, claim: Claim, descriptor: int, record: Record) -> None:
         """`descriptor`: of the file `.owner.json`, locked."""
@@ -140,8 +131,8 @@ class Lease:
         os.fsync(self._descriptor)
 
     def release(self) -> None:
-        """End the ownership, so that the next run can take the folder at once; a second call does
-        nothing. If the folder holds nothing else, it is removed.
+        """Let the next run take the folder; an otherwise empty one is removed. May be called
+        twice.
         """
         if self._ended.is_set():
             return
@@ -160,11 +151,9 @@ class Lease:
 
 
 def take(folder: Path, *, patience_s: float) -> Lease:
-    """Make this process the owner of the run folder `folder`, which is created if missing; returns
-    the lease, to be released at the end. If the last owner was on another host and has not ended
-    regularly, its heartbeat is watched for `patience_s` seconds, for which the call blocks. Raises
-    `ValueError`, which names the owner, if the owner lives, and `OSError` if the folder cannot be
-    written.
+    """Own the run folder `folder`, created if missing. If the last owner was on another host and
+    has not ended regularly, watch its heartbeat for `patience_s` seconds. Raises `ValueError` if it
+    lives, and `OSError` if the folder cannot be written.
     """
     host, since = os.uname().nodename, time.strftime("%Y-%m-%d %H:%M:%S")
     record = Record(uuid.uuid4().hex[:16], host, os.getpid(), since, machine())
@@ -194,8 +183,8 @@ def take(folder: Path, *, patience_s: float) -> Lease:
 
 
 def _lock(folder: Path) -> tuple[int, bool]:
-    """(a descriptor of the file `.owner.json`, which is made if missing; whether its file system
-    has locks, and this process this one). Raises `ValueError` if another process keeps the lock.
+    """(descriptor of `.owner.json`; whether its file system has locks, and this process this one).
+    Raises `ValueError` if another process keeps the lock.
     """
     path, deadline = folder / NAME, time.monotonic() + ENDING_S
     while True:
@@ -214,9 +203,7 @@ def _lock(folder: Path) -> tuple[int, bool]:
 
 
 def _try_lock(descriptor: int) -> bool | None:
-    """Lock an open file for this process; False if another one has the lock, None if its file
-    system has no locks.
-    """
+    """False if another process has the lock, None if the file system has none."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -229,8 +216,8 @@ def _try_lock(descriptor: int) -> bool | None:
 
 
 def _watch(folder: Path, content: bytes, patience_s: float) -> None:
-    """Raise `ValueError` if the file `.owner.json`, which has `content`, changes within
-    `patience_s` seconds: its owner lives. Only a change shows that, since clocks differ.
+    """Raise `ValueError` if `.owner.json` changes within `patience_s` seconds: its owner lives.
+    Only a change shows that, since clocks differ.
     """
     say(
         f"megarl: folder {folder} is owned by {read_owner(folder) or 'another run'}, which cannot"
@@ -249,15 +236,12 @@ def _watch(folder: Path, content: bytes, patience_s: float) -> None:
 
 
 def refuse_living(folder: Path) -> None:
-    """Raise `ValueError` if a living process holds the lock of the run folder `folder`. Writes
-    nothing and does not wait.
-    """
+    """Raise `ValueError` if a living process holds the lock. Does not wait."""
     if is_held(folder):
         raise ValueError(owner_refusal(folder))
 
 
 def owner_refusal(folder: Path) -> str:
-    """The message for a run whose folder has a living owner."""
     return (
         f"folder {folder} belongs to a run that is still going"
         f" ({read_owner(folder) or 'another run'}); end that run first, or set folder to another"

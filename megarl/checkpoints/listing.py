@@ -14,23 +14,21 @@ from megarl.settings.schema import leaves
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """Paths of the checkpoints (`step_*`) in `folder`, by step, the newest first; empty if the
-    folder does not exist.
-    """
+    """The checkpoints in `folder`; empty if it does not exist."""
     return sorted(folder.glob("step_*"), key=step_of, reverse=True) if folder.is_dir() else []
 
 
 def step_of(checkpoint: Path) -> tuple[int, str]:
-    """Sort key of a checkpoint's path step_NNNNNN: (step, name), with step -1 for a name without a
-    number. By name alone step_1000000 would come before step_999999.
+    """Sort key (step, name), with step -1 without a number. By name alone step_1000000 would come
+    before step_999999.
     """
     number = checkpoint.name.removeprefix("step_")
     return (int(number) if number.isdecimal() else -1), checkpoint.name
 
 
 def score_of(best: str, metrics: Mapping[str, float | None]) -> float | None:
-    """The number by which an evaluation's `metrics` are better the larger it is: the metric that
-    `best` names, negative with "min:" before the name; None where that is missing or not finite.
+    """The metric that `best` names, negative with "min:" before the name, so that larger is better;
+    None where it is missing or not finite.
     """
     value = metrics.get(best.removeprefix("min:"))
     if value is None or not math.isfinite(value):
@@ -39,22 +37,20 @@ def score_of(best: str, metrics: Mapping[str, float | None]) -> float | None:
 
 
 def evaluated_scores(run: Path, best: str) -> dict[int, float]:
-    """{steps done: score by `best`} of the evaluations in the run folder `run`."""
+    """{steps done: score by `best`} of the evaluations in a run folder."""
     records = read_records(run / EVALUATIONS) if best else ()
     pairs = ((record["step"], score_of(best, record)) for record in records)
     return {step: score for step, score in pairs if score is not None}
 
 
 def best_of(checkpoints: Iterable[Path], scores: Mapping[int, float]) -> Path | None:
-    """The one of `checkpoints` (paths step_NNNNNN) with the highest score, of equal ones the
-    newest; None if none has a score. `scores`: {step: score}.
-    """
+    """The highest score, of equal ones the newest; None without any."""
     known = [path for path in checkpoints if step_of(path)[0] in scores]
     return max(known, key=lambda path: (scores[step_of(path)[0]], step_of(path)), default=None)
 
 
 def checkpoint_of(run: Path, *, best: bool = False) -> Path:
-    """Path of the newest checkpoint in the run folder `run`, or of the best by its recipe's
+    """The newest checkpoint in a run folder, or the best by its recipe's
     `training.checkpoint.best`. Raises `UserError` if there is none.
     """
     saved = newest_first(run / "checkpoints")
@@ -71,9 +67,9 @@ def checkpoint_of(run: Path, *, best: bool = False) -> Path:
             f"{run} has no best checkpoint: its recipe does not set training.checkpoint.best; set"
             " it for the next run, or leave --best out for the newest"
         )
-    if (found := best_of(saved, evaluated_scores(run, name))) is None:
+    if (path := best_of(saved, evaluated_scores(run, name))) is None:
         raise UserError(
             f"{run} has no best checkpoint yet: none of its checkpoints has an evaluation with a"
             f" finite {name.removeprefix('min:')}; leave --best out for the newest"
         )
-    return found
+    return path

@@ -1,8 +1,8 @@
-"""Folders that are whole or absent: digests of their files, by which damage is found later; and
-putting a finished checkpoint in its place.
+"""Folders that are whole or absent: digests of their files, and putting a finished checkpoint in
+its place.
 
-`digests.json` holds {"algorithm": "xxh3_128", "files": {path within the folder: digest}}. The
-digests find damage (a torn write, a flipped bit, a missing file), not forgery.
+`digests.json` holds {"algorithm": "xxh3_128", "files": {path within the folder: digest}}, to find
+damage (a torn write, a flipped bit, a missing file), not forgery.
 """
 
 from __future__ import annotations
@@ -22,13 +22,10 @@ from megarl.system.files import read_json, sync
 DIGESTS = "digests.json"
 ALGORITHM = "xxh3_128"
 OTHER_VERSION = f"its {DIGESTS} has no {ALGORITHM} digests: another version of megarl wrote it"
-"""What `damage` says of a folder whose digests are not known here."""
 
 
 def digest_files(folder: Path, paths: Iterable[Path]) -> dict[str, str]:
-    """Sync `paths`, files within `folder`, to the disk and return {path relative to `folder`:
-    xxh3-128 digest in hexadecimal}.
-    """
+    """Sync `paths` to the disk and return {path relative to `folder`: digest}."""
     digests = {}
     for path in sorted(paths):
         sync(path)
@@ -37,11 +34,9 @@ def digest_files(folder: Path, paths: Iterable[Path]) -> dict[str, str]:
 
 
 def write_manifest(folder: Path, digests: Mapping[str, str]) -> None:
-    """Write `digests`, {path relative to `folder`: xxh3-128 digest in hexadecimal}, to
-    `digests.json` in `folder`, then sync this file and all folders within `folder` to the disk.
-
-    Raises `OSError` if a file in the folder has no digest. A digest whose file is missing is no
-    error: on a network file system a file of another node can appear later.
+    """Write `digests` to `digests.json`, and sync it and all folders. Raises `OSError` if a file
+    has no digest. A digest may lack its file: on a network file system one of another node can
+    appear later.
     """
     present = {str(path.relative_to(folder)) for path in _files(folder)} - {DIGESTS}
     if unknown := sorted(present - set(digests)):
@@ -54,32 +49,27 @@ def write_manifest(folder: Path, digests: Mapping[str, str]) -> None:
 
 
 def seal(folder: Path) -> None:
-    """Write the digests of all files of `folder` to its `digests.json`, and sync everything to the
-    disk. For a folder that a single process has written.
-    """
+    """Digest and sync a folder that a single process has written."""
     write_manifest(folder, digest_files(folder, _files(folder)))
 
 
 def damage(folder: Path) -> str:
-    """Compare the files of `folder` with its `digests.json`: "" if all are as they were written,
-    else a message that names a missing, changed or unexpected file. Reads all files. Nothing is
-    raised for files that cannot be read; the message says so.
-    """
+    """What differs from `digests.json`, "" if nothing. Reads all files; raises nothing."""
     try:
-        found = read_json(folder / DIGESTS)
+        manifest = read_json(folder / DIGESTS)
     except (OSError, ValueError) as error:
         return f"its {DIGESTS} cannot be read ({error})"
-    if not isinstance(found, dict) or found.get("algorithm") != ALGORITHM:
+    if not isinstance(manifest, dict) or manifest.get("algorithm") != ALGORITHM:
         return OTHER_VERSION
-    expected = found.get("files")
+    expected = manifest.get("files")
     if not isinstance(expected, dict):
         return f"its {DIGESTS} names no files"
     present = {str(path.relative_to(folder)) for path in _files(folder)} - {DIGESTS}
     if present != set(expected):
         return f"files are missing or foreign: {sorted(present ^ set(expected))[:3]}"
-    for name, wanted in expected.items():
+    for name, digest in expected.items():
         try:
-            if file_digest(folder / name) != wanted:
+            if file_digest(folder / name) != digest:
                 return f"{name} is damaged (its digest differs)"
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
@@ -91,27 +81,24 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def file_digest(path: Path) -> str:
-    """XXH3-128 digest of a file, in hexadecimal."""
+    """XXH3-128 in hexadecimal."""
     with open(path, "rb", buffering=0) as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 ASIDE = ".writing_"
-"""Beginning of the names of checkpoints that are being written, and of those that are removed."""
+"""Beginning of the names of checkpoints that are being written or removed."""
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove from `folder`, the folder of checkpoints, the temporary folders (`.writing_*`):
-    checkpoints that were not finished, and old ones that were not removed completely. Errors are
-    ignored.
-    """
+    """Remove the temporary folders, without errors."""
     for left in folder.glob(f"{ASIDE}*"):
         shutil.rmtree(left, ignore_errors=True)
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a checkpoint that is to be removed to `.writing_removed_NAME`, a name that readers
-    ignore; returns the new path, in the same folder, which the caller removes. Raises `OSError`.
+    """Rename a checkpoint that is to be removed to a name that readers ignore; the caller removes
+    it. Raises `OSError`.
     """
     aside = path.with_name(f"{ASIDE}removed_{path.name}")
     shutil.rmtree(aside, ignore_errors=True)
@@ -120,12 +107,10 @@ def set_aside(path: Path) -> Path:
 
 
 def put_in_place(finished: Path, final: Path) -> list[Path]:
-    """Rename the folder `finished`, a complete checkpoint in a temporary folder, to `final`. An
-    older folder `final` is first renamed to `.writing_removed_NAME`. Returns a list of this new
-    path, which the caller removes; empty if there was no older folder.
+    """Rename a complete checkpoint to `final`; an older one is set aside, and returned for removal.
 
     Raises `OSError`, and leaves `final` as it was, if the rename fails or `finished` is missing:
-    another run that has taken over the run folder removes unfinished checkpoints.
+    another run that has taken over removes unfinished checkpoints.
     """
     removed = list[Path]()
     if final.exists():

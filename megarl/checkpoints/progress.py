@@ -19,73 +19,59 @@ from megarl.system.console import say
 from megarl.types import Cursor
 
 FORMAT = 3
-"""Version of the checkpoint format. Up to 2, `state/` had DeepSpeed's own files."""
+"""Of checkpoints. Up to 2, `state/` had DeepSpeed's own files."""
 
 
 class NewerError(ValueError):
-    """Raised by `read_progress` and `choose` for a checkpoint of a newer format than this version
-    of megarl reads.
-    """
+    """A checkpoint is of a newer format than this version of megarl reads."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Content of `run.json` in a checkpoint: the state of a run without its tensors, such as step,
-    position in the data, seed and layout. `write_progress` and `read_progress` write and read it.
-    """
+    """Content of `run.json`: where a run stands."""
 
     step: int
-    """Number of finished steps, which is also the version of the weights."""
+    """Finished steps, which is also the version of the weights."""
     next_ordinal: int
     """Position of the first prompt (or demonstration) not yet trained on."""
     seed: int
     layout: str
-    """Parallel layout, ZeRO stage, precision and optimizer of the run, as `written_under` returns
-    them."""
+    """`written_under`"""
     model: str
     """Fingerprint of the names and shapes of the weights."""
     data: str
     """Fingerprint of the data and its order, to which `next_ordinal` refers."""
     roles: dict[str, str] = field(default_factory=dict)
-    """{name: text with layout, ZeRO stage, precision and optimizer} of the other models that are
-    trained, such as a critic."""
+    """{name: `written_under`} of the other models that are trained, such as a critic."""
     algorithm: dict[str, float] = field(default_factory=dict)
-    """{name: number} that the algorithm has adapted in the run, such as the KL coefficient."""
+    """{name: number} that the algorithm has adapted, such as the KL coefficient."""
     used: list[int] = field(default_factory=list)
-    """Positions above `next_ordinal` whose prompts are used as well; not empty only under a
-    `rollout.dispatch` that does not use groups in order."""
+    """Positions above `next_ordinal` that are used, where `rollout.dispatch` is not in order."""
     ledger: dict[str, int | str] = field(default_factory=dict)
-    """How far the ledger went, as `megarl.ledger.journal.position` returns it; empty in a run
-    without a ledger, and in checkpoints of earlier versions."""
+    """`megarl.ledger.journal.position`; empty without a ledger, and from earlier versions."""
     reference: str = ""
-    """Digest of the adapter with which the reference computes, which is the one that the run
-    started from; empty for a reference without adapter, and in checkpoints of earlier versions."""
+    """Digest of the adapter with which the reference computes; empty without one, and from earlier
+    versions.
+    """
 
     @property
     def cursor(self) -> Cursor:
-        """Which prompts the finished steps have used, as a `Cursor`: `first`, the position of the
-        first prompt that is not used, and `beyond`, a tuple of the later positions that are used.
-        """
         return Cursor(self.next_ordinal, tuple(self.used))
 
 
 def shapes_fingerprint(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Digest, in hexadecimal, of the names and whole shapes of a model's weights; their values are
-    not included.
-    """
+    """Digest of the names and whole shapes of a model's weights."""
     text = "\n".join(sorted(f"{name} {shape}" for name, shape in shapes.items()))
     return xxhash.xxh3_64_hexdigest(text.encode())
 
 
 def written_under(layout: Layout, training: TrainingConfig) -> str:
-    """Text that says how a model is trained: layout, tensor backend, ZeRO stage, precision,
-    optimizer and LoRA, such as "data 2 x sequence 1 x tensor 1, ZeRO 1, bfloat16". A checkpoint
-    stores it; a run can resume if its own text is the same, or differs only in layout and ZeRO
-    stage (`can_resume`).
+    """How a model is trained, such as "data 2 x sequence 1 x tensor 1, ZeRO 1, bfloat16", with
+    tensor backend, optimizer and LoRA.
     """
     backend = " by autotp" if layout.tensor > 1 and training.tensor_backend == "autotp" else ""
-    kind = training.optimizer.kind
-    optimizer = "" if kind == "torch" else f", optimizer {kind}"
+    name = training.optimizer.kind
+    optimizer = "" if name == "torch" else f", optimizer {name}"
     lora = training.lora
     targets = " ".join(lora.targets) or "all layers"
     adapters = f", LoRA of rank {lora.rank}, alpha {lora.alpha:g}, {targets}" if lora.is_on else ""
@@ -93,9 +79,6 @@ def written_under(layout: Layout, training: TrainingConfig) -> str:
 
 
 def write_progress(folder: Path, progress: Progress) -> Path:
-    """Write `progress`, the state of a run without its tensors (step, position in the data, seed
-    and layout), as JSON to `run.json` in `folder`, a checkpoint; returns the file's path.
-    """
     path = folder / "run.json"
     content = asdict(progress)
     for name in ("used", "ledger", "reference"):
@@ -106,18 +89,17 @@ def write_progress(folder: Path, progress: Progress) -> Path:
 
 
 def read_progress(folder: Path) -> Progress:
-    """Read `run.json` of the checkpoint in `folder` as a `Progress`: step, position in the data,
-    seed and layout of its run. Raises `ValueError` for another format version (`NewerError` for a
-    newer one) or a missing field. Unknown fields are ignored, with a warning on standard error.
+    """Raises `ValueError` for another format (`NewerError` for a newer one) or a missing field.
+    Unknown fields are ignored, with a warning.
     """
     path = folder / "run.json"
-    found = json.loads(path.read_text())
-    if not isinstance(found, dict):
+    content = json.loads(path.read_text())
+    if not isinstance(content, dict):
         raise ValueError(f"{path} holds no JSON object; name a checkpoint that is whole")
-    written = found.pop("format", 0)
+    written = content.pop("format", 0)
     if not isinstance(written, int) or written > FORMAT:
-        kind = NewerError if isinstance(written, int) else ValueError
-        raise kind(
+        error = NewerError if isinstance(written, int) else ValueError
+        raise error(
             f"{path} is of format {written}, and this version of megarl reads formats up to"
             f" {FORMAT}; use the version that wrote it, or a newer one"
         )
@@ -126,13 +108,13 @@ def read_progress(folder: Path) -> Progress:
             f"{path} is of format {written}, whose state is in DeepSpeed's own files, and this"
             " version of megarl does not read them; resume with the version that wrote it"
         )
-    known = {one.name: one for one in fields(Progress)}
-    if unknown := sorted(set(found) - set(known)):
+    known = {f.name: f for f in fields(Progress)}
+    if unknown := sorted(set(content) - set(known)):
         say(f"megarl: {path}: passing over {', '.join(unknown)}")
-    needed = {n for n, one in known.items() if MISSING is one.default is one.default_factory}
-    if missing := sorted(needed - set(found)):
+    needed = {n for n, f in known.items() if MISSING is f.default is f.default_factory}
+    if missing := sorted(needed - set(content)):
         raise ValueError(f"{path} lacks {', '.join(missing)}; name a checkpoint that is whole")
-    return Progress(**{name: found[name] for name in known if name in found})
+    return Progress(**{name: content[name] for name in known if name in content})
 
 
 LAYOUT = re.compile(r"data \d+ x sequence \d+ x tensor \d+( by autotp)?, ZeRO \d")
@@ -140,10 +122,7 @@ LAYOUT = re.compile(r"data \d+ x sequence \d+ x tensor \d+( by autotp)?, ZeRO \d
 
 
 def can_resume(layout: str, wanted: str) -> bool:
-    """Whether a run that trains as the text `wanted` says can read the state of a checkpoint with
-    the text `layout`, both from `written_under`: precision, optimizer and LoRA must be the same,
-    layout and ZeRO stage may differ.
-    """
+    """Whether two `written_under` differ in layout and ZeRO stage only."""
     return LAYOUT.sub("", layout, count=1) == LAYOUT.sub("", wanted, count=1)
 
 
@@ -158,22 +137,22 @@ def choose(
     base: str = "",
     reference: str | None = None,
 ) -> Path | None:
-    """Path of the newest undamaged checkpoint in `folder` that this run can resume; None if the
-    folder has no checkpoint. Newer ones that are damaged or do not fit this run are skipped with a
-    message on standard error. Raises `ValueError` if all were skipped, or one has a newer format
-    than this version reads.
+    """The newest undamaged checkpoint in `folder` that this run can resume; None if there is none
+    at all. Others are skipped with a message. Raises `ValueError` if all were skipped, or one has a
+    newer format.
 
-    `layout`: text of `written_under` for this run. `model`: digest of the weights' names and
-    shapes. `data`: digest of the prompts and their order. `roles`: {name: text of `written_under`}
-    of further trained models. `base`: with LoRA, the digest of the base model's weights.
-    `reference`: where the reference model (for the KL term) is the base model, the digest of the
-    LoRA adapter that it uses, "" without one; None where it is another model, or there is none.
+    Args:
+        layout: `written_under` of this run.
+        model: digest of the weights' names and shapes.
+        data: digest of the prompts and their order.
+        roles: {name: `written_under`} of further trained models.
+        base: with LoRA, the digest of the base model's weights.
+        reference: digest of the adapter of a reference that is the base model, "" without one; None
+            for another reference, or none.
     """
 
     def unfit(path: Path) -> str:
-        """Why this run cannot resume a checkpoint (another model, layout, seed, data or critic), or
-        an empty string. Raises `NewerError` for a newer format.
-        """
+        """Why this run cannot resume a checkpoint. Raises `NewerError`."""
         try:
             progress = read_progress(path)
         except NewerError:
@@ -201,13 +180,13 @@ def choose(
             return f"it is of a run with seed {progress.seed}, this one has {seed}"
         if progress.data != data:
             return "it is of a run on other data: its prompt cursor would point elsewhere"
-        for name, wanted in (roles or {}).items():
+        for name, own in (roles or {}).items():
             if name not in progress.roles:
                 return f"it has no {name}, which this run trains"
-            if not can_resume(progress.roles[name], wanted):
+            if not can_resume(progress.roles[name], own):
                 return (
                     f"its {name} was written under {progress.roles[name]}, that of this run is"
-                    f" {wanted}, and only layout and ZeRO stage may differ"
+                    f" {own}, and only layout and ZeRO stage may differ"
                 )
         return ""
 

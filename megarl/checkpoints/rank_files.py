@@ -5,14 +5,11 @@ where a thread writes them while training goes on.
     torch.save(state, files.create(folder / "state" / "x.pt"))    # a copy of the state as it is now
     digests = files.finish()                      # in a thread: write, sync, {name: digest}
 
-A digest is that of the bytes that were handed over, so that a fault of the disk shows when the
-files are read. What goes wrong while a rank hands over its state is kept in `problem` and raised by
-`finish`: other ranks wait for this one meanwhile.
+A digest is that of the bytes that were handed over, so that a fault of the disk shows later. An
+error meanwhile is kept in `problem` for `finish`, since other ranks wait.
 
-Files are written past the page cache (O_DIRECT), where the file system can: bytes are copied into a
-buffer, which the disk reads itself. Without O_DIRECT the system copies them into pages that it
-first has to find and to clear, and writes these to the disk in its own time: CPU time and memory
-that training needs.
+Files are written past the page cache (O_DIRECT), where the file system can: finding and clearing
+pages would cost CPU time and memory that training needs.
 """
 
 from __future__ import annotations
@@ -33,49 +30,40 @@ from megarl.parallel.launcher import ranks_per_host
 from megarl.system.host_memory import free_memory
 
 LOOK_BYTES = 256 * 2**20
-"""Bytes that are kept between two looks at the free memory."""
+"""Kept between two looks at the free memory."""
 BUFFER_BYTES = 16 * 2**20
-"""Bytes of a write; a multiple of every disk's sector."""
+"""Of a write; a multiple of every disk's sector."""
 
 
 class RankFiles:
-    """Collects the files of one checkpoint on this rank: `create` gives a file to write into, and
-    `finish` writes what is kept in memory, syncs all files to the disk and returns their digests.
-    `folder`: the checkpoint's folder. `in_background`: keep written bytes in memory until `finish`,
-    which a thread may call. All calls of `create` come from one thread.
-    """
-
     def __init__(self, folder: Path, *, in_background: bool = False) -> None:
-        """`folder`: the checkpoint's folder, to which the paths of digests are relative.
-        `in_background`: keep the content of files in memory until `finish`, as long as a tenth of
-        the host's memory stays free; what is above that is written at once.
+        """`folder`: the checkpoint's, to which the paths of digests are relative. `in_background`:
+        keep files in memory until `finish`, as long as a tenth of the host's memory stays free.
         """
         self.folder, self.in_background = folder, in_background
         self.problem = ""
-        """Message of the first error so far, or an empty string."""
+        """Of the first error so far."""
         self._files: list[RankFile] = []
         self._later: list[Callable[[], Iterable[Path]]] = []
         self._unseen = LOOK_BYTES
-        """Bytes that were kept since the last look at the free memory."""
+        """Bytes since the last look at the free memory."""
 
     def create(self, path: Path) -> RankFile:
-        """A new file of the checkpoint at `path`, within the checkpoint's folder: a file object
-        with `write`, which `torch.save` takes too. The bytes are on the disk at the latest when
-        `finish` has ended. The file's folder must exist when the file is written.
+        """A file of the checkpoint, which `torch.save` takes too. Its folder must exist when it is
+        written. All calls come from one thread.
         """
         self._files.append(RankFile(path, self))
         return self._files[-1]
 
     def add_later(self, write: Callable[[], Iterable[Path]]) -> None:
-        """Have `finish` call `write`, which writes files by itself and returns their paths. What
-        `write` reads must not change until `finish` has ended.
+        """Have `finish` call `write`, which writes files and returns their paths, from unchanged
+        data.
         """
         self._later.append(write)
 
     def finish(self) -> dict[str, str]:
-        """Write what is kept, in the order of creation, and sync all files to the disk; returns
-        {path relative to the folder: xxh3-128 digest in hexadecimal}. Blocks; may be called in a
-        thread. Raises `OSError`, also for an error kept in `problem`.
+        """Write what is kept and sync all files; returns {path relative to the folder: xxh3-128
+        digest}. May be called in a thread. Raises `OSError`, also for `problem`.
         """
         files, self._files = self._files, []
         with contextlib.ExitStack() as stack:
@@ -84,15 +72,14 @@ class RankFiles:
                 stack.callback(file.close)
             if self.problem:
                 raise OSError(self.problem)
-            found = {str(file.path.relative_to(self.folder)): file.finish() for file in files}
+            digests = {str(file.path.relative_to(self.folder)): file.finish() for file in files}
         for write in self._later:
-            found |= digest_files(self.folder, write())
-        return found
+            digests |= digest_files(self.folder, write())
+        return digests
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether `num_bytes` more bytes may be kept in memory, so that a tenth of the host's
-        memory stays free even if each other rank of the host keeps as many. Always False after it
-        was once.
+        """Whether so many more bytes may be kept, even if each other rank of the host keeps as
+        many. False after it was once.
         """
         self._unseen += num_bytes
         if self.in_background and self._unseen > LOOK_BYTES:
@@ -103,10 +90,7 @@ class RankFiles:
 
 
 class RankFile:
-    """One file of a checkpoint, made by `RankFiles.create`, to append bytes to with `write`. In a
-    checkpoint that is written in the background the bytes stay in memory, while there is room,
-    until `RankFiles.finish` writes them; otherwise `write` brings them to the disk at once.
-    """
+    """Made by `RankFiles.create`."""
 
     def __init__(self, path: Path, files: RankFiles) -> None:
         self.path, self._files = path, files
@@ -115,8 +99,8 @@ class RankFile:
         self._hasher = xxhash.xxh3_128()
 
     def write(self, content: bytes | memoryview) -> int:
-        """Append a copy of `content`; returns its number of bytes. An error of the disk is not
-        raised but kept in `RankFiles.problem`, after which nothing is written any more.
+        """Append a copy of `content`; returns its size. An error of the disk is kept in
+        `RankFiles.problem`, after which nothing is written.
         """
         rest = memoryview(content).cast("B")
         size = rest.nbytes
@@ -137,15 +121,13 @@ class RankFile:
         """Does nothing: `finish` brings the file to the disk."""
 
     def finish(self) -> str:
-        """Write what is kept and sync the file to the disk; returns the xxh3-128 digest, in
-        hexadecimal, of all bytes that were written. Raises `OSError`.
-        """
+        """Write and sync; returns the digest of all bytes. Raises `OSError`."""
         self._written().sync()
         self.close()
         return self._hasher.hexdigest()
 
     def close(self) -> None:
-        """Close the file, if it is open, whether all of it is written or not."""
+        """Whether all of it is written or not."""
         file, self._file = self._file, None  # with its buffer
         if file is not None:
             file.close()
@@ -164,13 +146,11 @@ class RankFile:
 
 
 class DirectFile:
-    """A new file at `path`, to append bytes to past the page cache (O_DIRECT); an old one is
-    emptied. Where the file system refuses O_DIRECT, and for what is left at the end, the page cache
-    is used. Call `sync` and `close` at the end. Methods raise `OSError`.
+    """A new file, to append to past the page cache, which is used for the rest at the end, and
+    where the file system refuses O_DIRECT. Methods raise `OSError`.
     """
 
     def __init__(self, path: Path) -> None:
-        """Create the file, or empty an old one."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         try:
             number = os.open(path, flags | os.O_DIRECT, 0o666)
@@ -184,27 +164,24 @@ class DirectFile:
         self._buffer, self._filled = np.frombuffer(mmap.mmap(-1, BUFFER_BYTES), np.uint8), 0
 
     def write(self, content: memoryview) -> None:
-        """Append bytes; they reach the disk in pieces of 16 MiB, the rest by `sync`."""
+        """Bytes reach the disk in pieces of 16 MiB, the rest by `sync`."""
         rest = np.frombuffer(content, np.uint8)
         while len(rest):
-            part = rest[: BUFFER_BYTES - self._filled]
+            block = rest[: BUFFER_BYTES - self._filled]
             # numpy lets other threads run meanwhile.
-            self._buffer[self._filled : self._filled + len(part)] = part
-            self._filled += len(part)
-            rest = rest[len(part) :]
+            self._buffer[self._filled : self._filled + len(block)] = block
+            self._filled += len(block)
+            rest = rest[len(block) :]
             if self._filled == BUFFER_BYTES:
                 self._empty()
 
     def sync(self) -> None:
-        """Write the rest and wait until everything is on the disk; nothing may be appended
-        afterwards.
-        """
+        """Wait until everything is on the disk; nothing may be appended afterwards."""
         self._use_page_cache()  # the rest need not be whole sectors
         self._empty()
         os.fsync(self._file.fileno())
 
     def _empty(self) -> None:
-        """Write what is in the buffer."""
         left, self._filled = self._buffer[: self._filled].data, 0
         while left:
             try:
@@ -215,7 +192,7 @@ class DirectFile:
                     raise
 
     def _use_page_cache(self) -> bool:
-        """Stop writing past the page cache; returns whether that was so until now."""
+        """Returns whether O_DIRECT was in use until now."""
         flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
         fcntl.fcntl(self._file, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         return bool(flags & os.O_DIRECT)

@@ -1,9 +1,4 @@
-"""Reading safetensors checkpoints: names, shapes and dtypes from the headers, tensors mapped from
-disk.
-
-A mapped tensor costs no anonymous memory: its pages are the system's file cache, which the system
-takes back when it needs memory.
-"""
+"""Reading safetensors checkpoints: tensors mapped from disk, which take only page cache."""
 
 from __future__ import annotations
 
@@ -25,25 +20,21 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-"""Supported weight dtypes by their names in safetensors headers."""
+"""{name in safetensors headers: supported dtype}"""
 
 
 class Store:
-    """Read access to the tensors of several safetensors files, memory-mapped: `shapes` and `dtypes`
-    by tensor name, and `flat(name)` for a tensor. `paths`: the files. Raises `ValueError` for a
-    truncated file, a dtype that no weights have, and a tensor name that occurs in two files.
-    """
+    """Memory-mapped tensors of several safetensors files."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        """Raises `ValueError` for a truncated file, and for a tensor name that occurs in two
-        files.
+        """Raises `ValueError` for a truncated file, a dtype that no weights have, and a tensor name
+        that occurs in two files.
         """
         self.paths: dict[str, Path] = {}
-        """The file of each tensor, by tensor name."""
+        """{tensor: its file}"""
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self.metadata: dict[str, str] = {}
-        """What the headers say beside the tensors."""
         self._files: dict[Path, Any] = {}
         for path in paths:
             try:
@@ -60,34 +51,31 @@ class Store:
                         f"{name} is in {self.paths[name]} and in {path}; remove the file that does"
                         " not belong to the checkpoint"
                     )
-                part = file.get_slice(name)
-                if part.get_dtype() not in DTYPES:
+                tensor = file.get_slice(name)
+                if tensor.get_dtype() not in DTYPES:
                     raise ValueError(
-                        f"{name} in {path} is of dtype {part.get_dtype()}; weights are of"
+                        f"{name} in {path} is of dtype {tensor.get_dtype()}; weights are of"
                         f" {', '.join(DTYPES)}"
                     )
-                self.paths[name], self.shapes[name] = path, tuple(part.get_shape())
-                self.dtypes[name] = DTYPES[part.get_dtype()]
+                self.paths[name], self.shapes[name] = path, tuple(tensor.get_shape())
+                self.dtypes[name] = DTYPES[tensor.get_dtype()]
 
     def flat(self, name: str) -> torch.Tensor:
-        """Tensor `name` as a flat, memory-mapped CPU tensor in its stored dtype: only the pages
-        that are read take memory.
-        """
+        """Flat, memory-mapped CPU tensor in its stored dtype."""
         return self._files[self.paths[name]].get_tensor(name).reshape(-1)
 
     def bytes_of(self, name: str) -> torch.Tensor:
-        """Tensor `name` as a flat uint8 tensor on the CPU, for comparison bit by bit."""
+        """Flat uint8 tensor, for comparison bit by bit."""
         return self.flat(name).view(torch.uint8)
 
 
 SAMPLED = 512
-"""Number of elements of each tensor that `sampled_digest` reads."""
+"""Elements of each tensor that `sampled_digest` reads."""
 
 
 def sampled_digest(store: Store) -> str:
-    """xxh3-128 digest, in hexadecimal, of the names, shapes and dtypes of all tensors, and of 512
-    elements from the middle of each. It tells models of the same shapes apart without reading all
-    their weights. Two models that differ only in elements that are not sampled get the same digest.
+    """Digest of the names, shapes and dtypes of all tensors, and of elements from the middle of
+    each. Models that differ only elsewhere get the same.
     """
     hasher = xxhash.xxh3_128()
     for name in sorted(store.shapes):
@@ -102,9 +90,8 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def open_whole(folder: Path) -> Store:
-    """Open the weights of a Hugging Face checkpoint in `folder`: model.safetensors, or the files
-    that model.safetensors.index.json names. Raises `ValueError` if they are missing or do not match
-    the index.
+    """The weights of a Hugging Face checkpoint. Raises `ValueError` if files are missing or do not
+    match the index.
     """
     whole, index = folder / WHOLE, folder / INDEX
     if whole.exists() and index.exists():
@@ -143,9 +130,8 @@ def open_whole(folder: Path) -> Store:
 def refuse_others(
     store: Store, folder: Path, wanted: Mapping[str, tuple[int, ...]], left_out: Sequence[str]
 ) -> None:
-    """Raise `ValueError`, naming the first tensor and counting the others, unless the checkpoint
-    `store` has exactly the tensors of `wanted`, {name in the checkpoint: shape}. Extra tensors
-    named in `left_out` are allowed. `folder`: for the message.
+    """Raise `ValueError`, naming the first tensor, unless the checkpoint has exactly the tensors
+    {name: shape} of `wanted`, and maybe those of `left_out`.
     """
     fix = "the weights and the config are not of one model: fetch both again"
     missing = [name for name in wanted if name not in store.shapes]
@@ -171,14 +157,13 @@ def refuse_others(
 
 
 def _others(names: Sequence[str]) -> str:
-    """How many names follow the first, for an error message; empty if none."""
+    """How many names follow the first, for an error message."""
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
 def refuse_untied(store: Store, folder: Path, head: str, embedding: str) -> None:
-    """Raise `ValueError` if the stored output head differs from the embedding, although the model's
-    config.json ties the two. `head`, `embedding`: their names in the checkpoint `store`; `folder`:
-    for the message.
+    """Raise `ValueError` if the stored output head differs from the embedding, although config.json
+    ties the two.
     """
     if store.dtypes[head] != store.dtypes.get(embedding) or not torch.equal(
         store.bytes_of(head), store.bytes_of(embedding)

@@ -1,15 +1,13 @@
-"""A file of JSON lines to which records (dicts) are appended, and in which damage can be found.
+"""A file of JSON lines to which records are appended, and in which damage can be found.
 
     {"n":0,"event":"ledger","format":1,"run":"9f3c...","crc":"5d1a0c3e"}
     {"n":1,"event":"dispatched","ordinal":0,...,"crc":"08be11f2"}
 
-`n` is the number of the line, from 0. `crc` is the CRC-32 of the line's text before `,"crc"`,
-started from the `crc` of the line before: a line that is changed, missing or out of place does not
-fit. CRC-32 finds accidents, not forgery.
+`crc` is the CRC-32 of the line's text before `,"crc"`, started from the `crc` of the line before: a
+changed, missing or misplaced line does not fit. It finds accidents, not forgery.
 
-Two processes must not append to one file. A process that opens a journal therefore puts a copy of
-the file in its place: what another process appends later goes to the old file, which no longer has
-a name.
+A process that opens a journal puts a copy in its place: what another process appends later goes to
+the old file, which no longer has a name.
 """
 
 from __future__ import annotations
@@ -32,20 +30,17 @@ from megarl.errors import UserError
 from megarl.system.files import UNFINISHED, in_thread, new_file, parse_json
 
 FILE = "ledger.jsonl"
-"""Name of the ledger in the run folder."""
+"""In the run folder."""
 
 FORMAT = 1
-"""Version of the file's format; a file of a newer version is refused."""
 
 WRITE_WITHIN_S = 0.25
-"""Seconds after which an appended record is written and synced, together with all that were
-appended meanwhile."""
+"""After which records are synced together."""
 
 SYNC_TIMEOUT_S = 60.0
-"""Seconds to wait for records to be on the disk."""
+"""For records to be on the disk."""
 
 BLOCK_BYTES = 2**16
-"""Bytes that are read at once from the end of a file."""
 
 ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 SEAL = re.compile(rb',"crc":"([0-9a-f]{8})"\}\n')
@@ -54,10 +49,8 @@ SEAL_BYTES = len(b',"crc":"00000000"}\n')
 
 
 def sealed(number: int, record: Mapping[str, Any], before: int) -> tuple[bytes, int]:
-    """Make line number `number` (from 0) of a journal, a JSON-lines file in which damage is
-    detected by checksums. Returns (line {"n": number, ...record, "crc": hex} as bytes with its
-    newline, its CRC-32). `before`: CRC-32 of the line before, the initial value of this line's
-    CRC-32; 0 for the first line.
+    """(line of `record` with its newline, its CRC-32). `before`: CRC-32 of the line before, 0 for
+    none.
     """
     body = ENCODER.encode({"n": number, **record})[:-1].encode()
     crc = zlib.crc32(body, before)
@@ -65,10 +58,7 @@ def sealed(number: int, record: Mapping[str, Any], before: int) -> tuple[bytes, 
 
 
 def checksum(line: bytes, number: int, before: int) -> int | None:
-    """Check a line of a journal, bytes with its newline, as `sealed` makes it. Returns its CRC-32
-    if the line is complete, has the number `number` and follows a line with the CRC-32 `before` (0
-    for none); otherwise None.
-    """
+    """The CRC-32 of a whole line of this number that follows `before`; otherwise None."""
     seal = SEAL.fullmatch(line[-SEAL_BYTES:])
     if seal is None or not line.startswith(b'{"n":%d,' % number):
         return None
@@ -77,17 +67,13 @@ def checksum(line: bytes, number: int, before: int) -> int | None:
 
 
 class Reader:
-    """Reads a journal, a JSON-lines file with a CRC-32 in each line, from its first line: iterating
-    gives the records as dicts, `verify` only checks them. An incomplete end, which a killed process
-    leaves, is passed over.
-
-    Args:
-        path: the file.
+    """Iterating gives the records of a journal, without the incomplete end that a killed process
+    leaves.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the file is no journal, or one of a newer format; and while it is read, a line
-            is damaged and others follow.
+        ValueError: the file is no journal, or of a newer format; later, a damaged line that others
+            follow.
     """
 
     def __init__(self, path: Path) -> None:
@@ -95,16 +81,14 @@ class Reader:
         with path.open("rb") as file:
             first = file.readline()
         self.is_torn_at_start = not first.endswith(b"\n")
-        """Whether not even the first line is whole: the file holds no record."""
         self.run = "" if self.is_torn_at_start else _run_id(path, first)
-        """Random name that the run got when the file was made."""
+        """Random id that the run got when the file was made."""
         self.num_lines, self.num_bytes, self.checksum = 0, 0, 0
-        """Lines and bytes read so far that are whole, and the checksum of the last line."""
+        """Of whole lines read so far, and of the last one."""
         self.torn_bytes = 0
-        """Bytes of the incomplete end, once everything has been read."""
+        """Of the incomplete end, once everything has been read."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The records in order, without the first line's; `n` and `crc` are left out."""
         for line in self.lines():
             if self.num_lines > 1:
                 record = parse_json(line[:-SEAL_BYTES] + b"}")
@@ -112,17 +96,13 @@ class Reader:
                 yield record
 
     def verify(self) -> int:
-        """Read the whole file and check every line. Returns the number of bytes of its incomplete
-        end, 0 if there is none. Raises `ValueError` for a damaged line that others follow.
-        """
+        """Check every line. Returns the bytes of the incomplete end."""
         for _ in self.lines():
             pass
         return self.torn_bytes
 
     def lines(self) -> Iterator[bytes]:
-        """Iterate over the complete lines, as bytes with their newline, the first one (which tells
-        the format and the run) included. Raises `ValueError` for a damaged line that others follow.
-        """
+        """With their newline, the first one included."""
         self.num_lines, self.num_bytes, self.checksum, self.torn_bytes = 0, 0, 0, 0
         with self.path.open("rb") as file:
             for line in file:
@@ -145,9 +125,6 @@ class Reader:
 
 
 def _run_id(path: Path, line: bytes) -> str:
-    """The run id in the first line of the ledger at `path`. Raises `ValueError` if `line` is not
-    the first line of a ledger, is damaged, or is of a newer format.
-    """
     try:
         record = parse_json(line)
     except ValueError:  # of JSON or of UTF-8
@@ -166,19 +143,16 @@ def _run_id(path: Path, line: bytes) -> str:
 
 
 class Journal:
-    """A JSON-lines file with a CRC-32 in each line, to which this process appends records (dicts).
-    A thread of its own writes and syncs them within a quarter of a second, so that `append` does
-    not wait for the disk; `sync` waits; `close` ends it.
+    """Appended records are on the disk within a quarter of a second.
 
     Args:
-        path: the file; made with its folder if missing. Records are appended to a copy of an
-            existing file, which takes its place, without an incomplete last line.
-        lost: called before each write; returns "" while this process may write, otherwise a
-            sentence why not, such as that another run owns the folder now.
+        path: made with its folder if missing; otherwise a copy takes its place, without an
+            incomplete last line.
+        lost: called before each write; returns why this process must not write, "" while it may.
 
     Raises:
         OSError: the file cannot be written.
-        UserError: this process must not write; the text is what `lost` returned.
+        UserError: this process must not write.
         ValueError: the file is damaged before its end, or is no journal of a known format.
     """
 
@@ -192,7 +166,6 @@ class Journal:
             self.cut_bytes, size = reader.verify(), reader.num_bytes
             self._number, self._checksum = reader.num_lines, reader.checksum
         self.is_new = self._number <= 1
-        """Whether the file held no record."""
         for left in path.parent.glob(f"{path.name}.*{UNFINISHED}"):
             left.unlink(missing_ok=True)  # of a process that was killed here
         with new_file(path, self._refuse_lost) as file:
@@ -211,7 +184,7 @@ class Journal:
         self._failure: Exception | None = None
         self._is_urgent = threading.Event()
         self._batch = Future[None]()
-        """The newest batch, which is on the disk after all those before."""
+        """The newest, on the disk after all others."""
         self._batch.set_result(None)
 
     def _refuse_lost(self) -> None:
@@ -219,16 +192,12 @@ class Journal:
             raise UserError(problem)
 
     def _sealed(self, record: Mapping[str, Any]) -> bytes:
-        """The next line."""
         line, self._checksum = sealed(self._number, record, self._checksum)
         self._number += 1
         return line
 
     def append(self, record: Callable[[], Mapping[str, Any]]) -> None:
-        """Append one record, the dict of JSON data that `record()` returns; the writing thread
-        calls it later. Returns at once. Raises `UserError` if writing has failed before, as on a
-        full disk.
-        """
+        """The writing thread calls `record` later. Raises `UserError` if it has failed before."""
         with self._changing:
             if self._failure is not None:
                 raise self._failure
@@ -239,8 +208,8 @@ class Journal:
             self._waiting.append(record)
 
     def sync(self, timeout_s: float = SYNC_TIMEOUT_S) -> None:
-        """Block until everything that was appended is on the disk (fsync). Raises `UserError` if it
-        cannot be written, or is not there within `timeout_s` seconds.
+        """Block until everything is on the disk. Raises `UserError` if that fails or takes too
+        long.
         """
         self._is_urgent.set()
         done, _ = wait([self._batch], timeout_s)
@@ -249,17 +218,11 @@ class Journal:
         self._batch.result()
 
     def close(self, timeout_s: float = SYNC_TIMEOUT_S) -> None:
-        """Write what is left, blocking for at most `timeout_s` seconds, and close the file. Raises
-        nothing if it cannot be written. A second call does nothing.
-        """
         with contextlib.suppress(UserError):
             self.sync(timeout_s)
             self._file.close()
 
     def _write(self, is_urgent: threading.Event) -> None:
-        """Write and sync what was appended until `is_urgent`, or within `WRITE_WITHIN_S`: in one
-        call, where the system takes it.
-        """
         is_urgent.wait(WRITE_WITHIN_S)
         with self._writing:
             with self._changing:
@@ -285,10 +248,8 @@ def _unwritten(why: str) -> UserError:
 
 
 def position(path: Path) -> dict[str, int | str]:
-    """How far the ledger file `path` is written: {"bytes": size of its complete lines, "crc": the
-    last one's CRC-32 as 8 hexadecimal digits}; {} if the file is missing or has no complete line.
-    Syncs the file to disk. A checkpoint keeps the result; a resumed run passes it to `difference`,
-    which tells whether the ledger still has these lines.
+    """{"bytes": size of the complete lines, "crc": of the last one}, synced to disk; {} without
+    one.
     """
     if not path.exists():
         return {}
@@ -305,23 +266,20 @@ def position(path: Path) -> dict[str, int | str]:
 
 
 def difference(path: Path, before: Mapping[str, int | str]) -> str:
-    """Why the ledger file `path` no longer has the lines that it had when `position` returned
-    `before`, in words: it is shorter, or the last of these lines is another. "" if it has them, or
-    if `before` is empty.
-    """
+    """Why the lines at position `before` are gone; "" if they are not."""
     if not before:
         return ""
     size = int(before["bytes"])
-    found = path.stat().st_size if path.exists() else 0
-    if found < size:
-        return f"it has {found} bytes, and had {size} when the checkpoint was written"
+    num_bytes = path.stat().st_size if path.exists() else 0
+    if num_bytes < size:
+        return f"it has {num_bytes} bytes, and had {size} when the checkpoint was written"
     if _crc(path, size) != before["crc"]:
         return f"its line that ends at byte {size} is another one than when it was written"
     return ""
 
 
 def _crc(path: Path, size: int) -> str:
-    """Checksum, in hexadecimal, of the line that ends at byte `size`; "" if no line ends there."""
+    """Of the line that ends at byte `size`; "" if no line ends there."""
     with path.open("rb") as file:
         file.seek(max(0, size - SEAL_BYTES))
         seal = SEAL.fullmatch(file.read(min(size, SEAL_BYTES)))

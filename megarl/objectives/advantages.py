@@ -4,13 +4,10 @@ To add one, write a function of (rewards_N, groups_N, tokens_N), add a line to `
 name to `ADVANTAGE` in `settings/objectives.py`, and its closed form to
 `tests/unit/test_algorithms.py`.
 
-The reward belongs to the whole response and the discount is 1, so every token of a sample has the
-sample's advantage. N counts all samples of the step on all ranks: every rank computes the same
-advantages from the same numbers, whatever the layout and the micro-batches. Groups may have any
-size, label and order. A sample without response tokens counts in its group, since its reward is the
-outcome of an attempt, but has weight 0 in statistics over tokens.
-
-For a KL penalty in the reward see `kl.py`.
+The reward r belongs to the whole response and the discount is 1, so every token has its sample's
+advantage. N counts all samples of the step on all ranks, which compute the same. A sample without
+response tokens counts in its group, since its reward is the outcome of an attempt, but not in
+statistics over tokens. For a KL penalty in the reward see `kl.py`.
 """
 
 from __future__ import annotations
@@ -25,25 +22,21 @@ EPSILON = 1e-6
 """Added to a standard deviation before dividing; far below any meaningful reward difference."""
 
 REWARD_LIMIT = 1e18
-"""Largest absolute reward: its square, as in a standard deviation, is finite in float32, in which
-losses are computed."""
+"""Largest absolute reward, whose square is finite in float32."""
 
 AdvantageFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Function of (rewards_N float64, groups_N int64, tokens_N int64) -> advantages_N float64, for the
-N samples of a step.
-
-groups_N is equal for responses to one prompt. tokens_N are the response tokens of each sample that
-are trained on: 0 for the greedy responses that `remax` compares with, and for samples without
-response tokens."""
+"""(rewards_N float64, groups_N int64, tokens_N int64) -> advantages_N float64; raises as
+`check_rewards`. groups_N is equal for responses to one prompt; tokens_N are trained tokens, 0 for
+the greedy responses that `remax` compares with.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """For each sample of a step: its centred reward, its group, and the size of that group."""
+    """Of each sample."""
 
     centred_N: Tensor
-    """[N] float64, reward minus the mean reward of its group; exactly 0 if all rewards of the group
-    are equal."""
+    """[N] float64, reward minus its group's mean; exactly 0 if all rewards are equal."""
     index_N: Tensor
     """[N] int64, number of each sample's group, from 0."""
     sizes_N: Tensor
@@ -52,9 +45,8 @@ class _Groups:
 
 
 def check_rewards(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> None:
-    """Raise `ValueError` for tensors that are not [N] for the same N, for rewards that are NaN or
-    beyond 1e18, or for negative token counts. `rewards_N`, `groups_N` and `tokens_N`: reward, group
-    label and number of trained tokens of each sample.
+    """Raise `ValueError` for different shapes, rewards that are NaN or beyond 1e18, or negative
+    counts.
     """
     if (
         rewards_N.dim() != 1
@@ -79,7 +71,6 @@ def check_rewards(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> None
 
 
 def _by_group(rewards_N: Tensor, groups_N: Tensor) -> _Groups:
-    """Subtract from every reward the mean of its group."""
     labels, index_N = torch.unique(groups_N, return_inverse=True)
     num_groups = int(labels.numel())
     sizes = torch.bincount(index_N, minlength=num_groups)
@@ -94,10 +85,7 @@ def _by_group(rewards_N: Tensor, groups_N: Tensor) -> _Groups:
 
 
 def _normalise_over_tokens(values_N: Tensor, tokens_N: Tensor) -> Tensor:
-    """(x - mean) / (std + EPSILON), where a sample counts once per response token.
-
-    Mean and population std are over the whole step. Samples without response tokens get 0.
-    """
+    """(x - mean) / (population std + EPSILON), where a sample counts once per response token."""
     trained_N = tokens_N > 0
     if not bool(trained_N.any()):
         return torch.zeros_like(values_N)
@@ -112,13 +100,9 @@ def _normalise_over_tokens(values_N: Tensor, tokens_N: Tensor) -> Tensor:
 def grpo(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
     """(r - mean) / (std + 1e-6) within each group: GRPO, DeepSeekMath, arXiv:2402.03300, 4.1.2.
 
-    For the N samples of a step: `rewards_N` r float64, `groups_N` int64 (equal for responses to one
-    prompt), `tokens_N` int64 trained tokens (only checked here). Returns advantages [N] float64;
-    raises `ValueError` for a reward that is NaN or beyond 1e18.
-
-    The std is the population's (n, not n - 1), so that the mean square of a group's advantages is 1
-    whatever its size. The paper leaves this open; with n - 1 the advantages are smaller by sqrt((n
-    - 1) / n), 3 % at n = 16. A group of one sample or of equal rewards gets exactly 0.
+    The std is the population's (n, not n - 1), which the paper leaves open: with n - 1 advantages
+    are smaller by sqrt((n - 1) / n), 3 % at n = 16. A group of one sample or of equal rewards gets
+    exactly 0.
     """
     check_rewards(rewards_N, groups_N, tokens_N)
     groups = _by_group(rewards_N, groups_N)
@@ -130,11 +114,8 @@ def grpo(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
 
 
 def dr_grpo(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
-    """r - mean within each group: Dr.GRPO, arXiv:2503.20783, 3.2. Use with `aggregation: constant`.
-
-    For the N samples of a step: `rewards_N` r float64, `groups_N` int64 (equal for responses to one
-    prompt), `tokens_N` int64 trained tokens (only checked here). Returns advantages [N] float64;
-    raises `ValueError` for a reward that is NaN or beyond 1e18.
+    """r - mean within each group: Dr.GRPO, arXiv:2503.20783, 3.2. Use with `aggregation:
+    constant`.
     """
     check_rewards(rewards_N, groups_N, tokens_N)
     return _by_group(rewards_N, groups_N).centred_N
@@ -143,13 +124,8 @@ def dr_grpo(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
 def gpg(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
     """alpha x (r - mean) within each group: GPG, arXiv:2504.02546, with F_norm = 1.
 
-    For the N samples of a step: `rewards_N` r float64, `groups_N` int64 (equal for responses to one
-    prompt), `tokens_N` int64 trained tokens (only checked here). Returns advantages [N] float64;
-    raises `ValueError` for a reward that is NaN or beyond 1e18.
-
-    alpha = samples / samples in groups whose rewards differ. The loss is a mean over the tokens of
-    all samples. Groups of equal rewards have advantage 0 and shrink this mean; alpha makes up for
-    them.
+    alpha = samples / samples in groups whose rewards differ, because groups of equal rewards shrink
+    the loss, a mean over all tokens.
     """
     check_rewards(rewards_N, groups_N, tokens_N)
     groups = _by_group(rewards_N, groups_N)
@@ -164,11 +140,8 @@ def remax(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
     """r minus the reward of the greedy response to the same prompt: ReMax, arXiv:2310.10505,
     algorithm 1.
 
-    For the N samples of a step: `rewards_N` r float64, `groups_N` int64 (equal for responses to one
-    prompt), `tokens_N` int64 trained tokens. The greedy response of a group is its sample with 0 in
-    `tokens_N`; its own advantage is 0. One further sample in each group is enough. Returns
-    advantages [N] float64. Raises `ValueError` for a reward that is NaN or beyond 1e18, or if a
-    group does not have exactly one greedy response.
+    The greedy response is the group's sample with 0 in `tokens_N`; its own advantage is 0. Raises
+    `ValueError` if a group does not have exactly one.
     """
     check_rewards(rewards_N, groups_N, tokens_N)
     labels, index_N = torch.unique(groups_N, return_inverse=True)
@@ -186,12 +159,8 @@ def remax(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
 
 
 def rloo(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
-    """r_i minus the mean of the group's other rewards: RLOO, arXiv:2402.14740 (Kool et al. 2019).
-
-    For the N samples of a step: `rewards_N` r float64, `groups_N` int64 (equal for responses to one
-    prompt), `tokens_N` int64 trained tokens (only checked here). Returns advantages [N] float64;
-    raises `ValueError` for a reward that is NaN or beyond 1e18. Equal to n / (n - 1) x (r_i - mean)
-    in a group of n. A group of one sample has no baseline and gets 0.
+    """r_i minus the mean of the group's other rewards: RLOO, arXiv:2402.14740 (Kool et al. 2019),
+    equal to n / (n - 1) x (r_i - mean). A group of one sample gets 0.
     """
     check_rewards(rewards_N, groups_N, tokens_N)
     groups = _by_group(rewards_N, groups_N)
@@ -199,17 +168,9 @@ def rloo(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
 
 
 def reinforce_plus_plus(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
-    """REINFORCE++, arXiv:2501.03262: (r - mean) / (std + 1e-6), with mean and std over all response
-    tokens of the step.
-
-    For the N samples of a step: `rewards_N` r float64, `tokens_N` int64 trained tokens, `groups_N`
-    int64 (only checked here: there is no group baseline, so one sample per prompt is enough).
-    Returns advantages [N] float64; raises `ValueError` for a reward that is NaN or beyond 1e18. A
-    sample of T tokens counts T times in the statistics: over tokens, advantages have mean 0 and
-    variance 1.
-
-    With a KL penalty in the reward, r contains the penalty of the whole sequence. In the paper's
-    eq. 8, token t gets the penalties from t on only: `reinforce_plus_plus_tokens` computes this.
+    """REINFORCE++, arXiv:2501.03262: (r - mean) / (std + 1e-6) over all response tokens of the
+    step, without a group baseline. A KL penalty in r is that of the whole sequence; in eq. 8 token
+    t gets those from t on: `reinforce_plus_plus_tokens`.
     """
     check_rewards(rewards_N, groups_N, tokens_N)
     return _normalise_over_tokens(rewards_N, tokens_N)
@@ -217,15 +178,10 @@ def reinforce_plus_plus(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -
 
 def reinforce_plus_plus_baseline(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
     """REINFORCE++ with baseline, arXiv:2501.03262: x = r minus its group's mean, then (x - mean) /
-    (std + 1e-6) with mean and std over all response tokens of the step.
+    (std + 1e-6) over all response tokens of the step.
 
-    For the N samples of a step: `rewards_N` r float64, `groups_N` int64 (equal for responses to one
-    prompt), `tokens_N` int64 trained tokens. Returns advantages [N] float64; raises `ValueError`
-    for a reward that is NaN or beyond 1e18.
-
-    The group's mean counts samples, the second mean counts tokens. If right and wrong answers
-    differ in length, the second mean is not 0, and a group of equal rewards gets a small advantage
-    other than 0.
+    The second mean counts tokens: if right and wrong answers differ in length, it is not 0, and a
+    group of equal rewards gets a small advantage.
     """
     check_rewards(rewards_N, groups_N, tokens_N)
     return _normalise_over_tokens(_by_group(rewards_N, groups_N).centred_N, tokens_N)
@@ -240,4 +196,4 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
 }
-"""{name in `algorithm.advantage`: function from rewards to one advantage per sample}"""
+"""{`algorithm.advantage`: function}"""

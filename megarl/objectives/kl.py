@@ -1,6 +1,6 @@
 """Per-token estimators of the divergence KL(policy || reference) from sampled tokens.
 
-To add one, write a function of (logp, ref), add a line to `KL_ESTIMATORS`, its name to `KLName` in
+To add one, write a function of (logp, ref), add it to `KL_ESTIMATORS` and to `KLName` in
 `settings/objectives.py`, and its closed form to `tests/unit/test_algorithms.py`.
 
 With d = log-prob - reference log-prob of a token sampled from the policy
@@ -11,17 +11,15 @@ With d = log-prob - reference log-prob of a token sampled from the policy
     k2    d^2 / 2           biased          that of KL(policy || reference), exactly
     k3    exp(-d) - 1 + d   KL, unbiased    that of KL(reference || policy), the other direction
 
-So k1 is for the reward, and k2 and k3 are for the loss. After several optimizer steps on the same
-samples all of this holds approximately.
+So k1 is for the reward, and k2 and k3 are for the loss.
 
 In the reward, the penalty counts for the whole sequence, without gradient and before advantages:
 
     rewards_N <- rewards_N - coefficient * sum over the sample's response tokens of k(logp, ref)
 
-Advantages per token (`token_advantages.py`) charge it to each token instead, so that the return of
-token t has the penalties from t on: REINFORCE++, arXiv:2501.03262, eq. 8.
-
-In the loss, per-token values get the same weights as the policy's loss (`losses.AGGREGATIONS`).
+Advantages per token charge it to each token instead, so that the return of token t has the
+penalties from t on: REINFORCE++, arXiv:2501.03262, eq. 8. In the loss, values get the weights of
+the policy's loss (`losses.AGGREGATIONS`).
 """
 
 from __future__ import annotations
@@ -38,33 +36,24 @@ K3_LIMIT = 10.0
 """`k3` is exact for d = logp - ref >= -K3_LIMIT; below, it continues as its tangent."""
 
 KLFunction = Callable[[Tensor, Tensor], Tensor]
-"""Function of (logp [T] by the policy, ref [T] by the reference) -> [T], differentiable in logp."""
+"""(logp [T] by the policy, ref [T] by the reference) -> [T], differentiable in logp."""
 
 
 def k1(logp: Tensor, ref: Tensor) -> Tensor:
-    """KL estimator k1: d = logp - ref for each token. `logp` and `ref` are [T] log-probs of the
-    sampled tokens by the policy and by the reference; returns [T], differentiable in `logp`. For
-    rewards only: as a loss its gradient is 0 on average.
-    """
+    """d, for rewards only: as a loss its gradient is 0 on average."""
     return logp - ref.detach()
 
 
 def k2(logp: Tensor, ref: Tensor) -> Tensor:
-    """KL estimator k2: d^2 / 2 with d = logp - ref for each token; its gradient is d. `logp` and
-    `ref` are [T] log-probs of the sampled tokens by the policy and by the reference; returns [T],
-    differentiable in `logp`.
-    """
+    """d^2 / 2; its gradient is d."""
     return 0.5 * (logp - ref.detach()).square()
 
 
 def k3(logp: Tensor, ref: Tensor) -> Tensor:
-    """KL estimator k3: exp(-d) - 1 + d >= 0 with d = logp - ref for each token; its gradient is 1 -
-    exp(-d). `logp` and `ref` are [T] log-probs of the sampled tokens by the policy and by the
-    reference; returns [T], differentiable in `logp`.
+    """exp(-d) - 1 + d >= 0; its gradient is 1 - exp(-d).
 
-    Computed with `expm1`, which keeps the digits of small d. Below d = -10 the tangent at -10 takes
-    the place of the function: value and gradient stay continuous and finite, and still pull the
-    policy back.
+    `expm1` keeps the digits of small d. Below d = -10 the tangent at -10 keeps value and gradient
+    continuous and finite, and still pulls the policy back.
     """
     d = logp - ref.detach()
     # Clamped, so that the branch that is not taken is finite. The branches are selected, not added:
@@ -75,7 +64,7 @@ def k3(logp: Tensor, ref: Tensor) -> Tensor:
 
 
 KL_ESTIMATORS: dict[str, KLFunction] = {"k1": k1, "k2": k2, "k3": k3}
-"""{name in `algorithm.kl.estimator`: function of (logp [T], ref [T]) -> [T] per-token values}"""
+"""{`algorithm.kl.estimator`: function}"""
 
 
 LARGEST_ERROR = 0.2
@@ -83,41 +72,28 @@ LARGEST_ERROR = 0.2
 
 
 class KLControl:
-    """The coefficient of the KL penalty during a run, in the attribute `coefficient`, which begins
-    with `algorithm.kl.coefficient` of the recipe (`config` is its section `algorithm.kl`). If the
-    recipe sets `algorithm.kl.target`, `update` changes the coefficient after each step, as a
-    proportional controller in log-space, arXiv:1909.08593, 2.2, with the recipe's
-    `algorithm.kl.gain`; otherwise it is constant:
+    """The coefficient of the KL penalty. With `algorithm.kl.target`, a proportional controller in
+    log-space changes it after each step, arXiv:1909.08593, 2.2:
 
         error = clip(kl / target - 1, -0.2, 0.2)        coefficient <- coefficient (1 + gain error)
-
-    Example: target 0.01, gain 0.1, measured 0.02: error 0.2, the coefficient grows by 2 %.
     """
 
     def __init__(self, config: KLConfig) -> None:
         self._config = config
         self.coefficient = config.coefficient
-        """Weight of the penalty in the present step."""
 
     @property
     def is_adaptive(self) -> bool:
-        """Whether the coefficient of the KL penalty follows the measured KL, since the recipe sets
-        `algorithm.kl.target`; otherwise it is constant.
-        """
         return self._config.target is not None
 
     def update(self, divergence: float) -> None:
-        """Take in `divergence`, the mean KL of a token in this step, in nats, and change
-        `coefficient` in place for the next step. Without a target in the recipe nothing changes.
-        """
+        """`divergence`: mean KL of a token in this step, in nats."""
         if self._config.target is not None:
             error = divergence / self._config.target - 1.0
             error = max(-LARGEST_ERROR, min(LARGEST_ERROR, error))
             self.coefficient *= 1.0 + self._config.gain * error
 
     def restore(self, coefficient: float) -> None:
-        """Set `coefficient` to that of a checkpoint. Without a target in the recipe (a fixed
-        coefficient) nothing changes: the recipe's coefficient is used.
-        """
+        """From a checkpoint, unless the recipe fixes the coefficient."""
         if self.is_adaptive:
             self.coefficient = coefficient

@@ -1,18 +1,17 @@
 """Policy losses per token, and the weight of every token in the loss of a mini-batch.
 
 To add a loss, write a function of (logp_T, old_T, advantages_T, sequence_mean, config) that returns
-`LossTerms`, add a line to `LOSSES`, its name to `LOSS` in `settings/objectives.py`, and its closed
-form to `tests/unit/test_algorithms.py`. For an aggregation do the same with (tokens_N, config),
+`LossTerms`, add it to `LOSSES` and to `LOSS` in `settings/objectives.py`, and its closed form to
+`tests/unit/test_algorithms.py`. For an aggregation do the same with (tokens_N, config),
 `AGGREGATIONS` and `AggregationName`. A loss has no gradient where the advantage is 0: tokens of
 groups of equal rewards are not computed (`RunConfig.skips_equal_groups`).
-
-The loss of a mini-batch is one sum over its tokens, in whatever micro-batch and on whatever rank:
 
     loss = sum over response tokens of weights_N[sample of the token] * per_token
 
 Weights follow from the token counts of the whole mini-batch over all ranks, so that micro-batches
 and layout do not change the loss. KL and entropy terms get the same weights. Positions that are not
-trained may have any finite value; the caller leaves them out of the sum.
+trained may have any finite value. Below, r = exp(logp - old), A is the advantage, and sg stops the
+gradient.
 """
 
 from __future__ import annotations
@@ -26,50 +25,47 @@ from torch import Tensor
 from megarl.settings.objectives import AlgorithmConfig
 
 LOG_RATIO_LIMIT = 20.0
-"""Bound of |log ratio| of a token (in `gspo`, of its mean over the sequence), which keeps ratios
-and their sums finite in float32. `ppo_clip` and `dual_clip` give a token at the bound no
-gradient."""
+"""Bound of |log ratio| of a token (in `gspo`, of its mean), which keeps sums of ratios finite in
+float32. `ppo_clip` and `dual_clip` give a token at the bound no gradient.
+"""
 
 SequenceMean = Callable[[Tensor], Tensor]
-"""Function [T] -> [T]: each token's value becomes the mean over the response tokens of its sample.
-The sample's tokens may be on several ranks, which all call it together. Differentiable."""
+"""[T] -> [T]: each token's value becomes the mean over its sample's response tokens, which may be
+on several ranks. Collective; differentiable.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class LossTerms:
-    """What a policy loss function returns for T tokens, before the weighted sum over tokens, [T]
-    each: the loss with gradient (`per_token`), whether clipping changed it (`clipped`, bool), and
-    the importance ratio before clipping, detached (`ratio`).
-    """
+    """A policy loss of T tokens, before the weighted sum."""
 
     per_token: Tensor
-    """[T] loss of each token, with gradient."""
+    """[T] with gradient."""
     clipped: Tensor
-    """[T] bool, True where clipping changed the token's loss."""
+    """[T] bool, where clipping changed the token's loss."""
     ratio: Tensor
-    """[T] importance ratio before clipping, detached; the sequence's ratio in gspo."""
+    """[T] importance ratio before clipping, detached; the sequence's in gspo."""
 
 
 LossFunction = Callable[[Tensor, Tensor, Tensor, SequenceMean, AlgorithmConfig], LossTerms]
-"""Function of (logp_T, old_T, advantages_T, sequence_mean, config) -> LossTerms; differentiable in
-logp_T only. logp_T are the policy's log-probs of the sampled tokens, old_T those before the step's
-first update or the engine's (`algorithm.old_logprobs`)."""
+"""(logp_T, old_T, advantages_T, sequence_mean, config) -> LossTerms, differentiable in logp_T only.
+old_T are the log-probs before the step's first update or the engine's (`algorithm.old_logprobs`).
+"""
 
 AggregationFunction = Callable[[Tensor, AlgorithmConfig], Tensor]
-"""Function of (response tokens of each sample of the mini-batch [N] int64, config) -> weight of
-each of the sample's tokens in the loss [N] float64."""
+"""(response tokens [N] int64 of each sample of the mini-batch, over all ranks; config) -> weight of
+each of its tokens [N] float64, 0 for samples without any.
+"""
 
 
 def _log_ratio(logp_T: Tensor, old_T: Tensor) -> Tensor:
-    """[T] log(new probability / old probability), within +-LOG_RATIO_LIMIT."""
     return (logp_T - old_T.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def _clip_surrogate(
     ratio_T: Tensor, advantages_T: Tensor, config: AlgorithmConfig
 ) -> tuple[Tensor, Tensor]:
-    """Clipped objective as a loss: -min(r A, clip(r, 1 - low, 1 + high) A), and where it
-    clipped."""
+    """-min(r A, clip(r, 1 - low, 1 + high) A), and where it clipped."""
     unclipped_T = -ratio_T * advantages_T
     bounded_T = -ratio_T.clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * advantages_T
     return torch.maximum(unclipped_T, bounded_T), (bounded_T > unclipped_T).detach()
@@ -82,13 +78,8 @@ def ppo_clip(
     sequence_mean: SequenceMean,
     config: AlgorithmConfig,
 ) -> LossTerms:
-    """PPO's loss of each token: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = exp(logp
-    - old).
-
-    `logp_T`, `old_T` and `advantages_T` (A) are [T], one entry a token; the bounds are the recipe's
-    `algorithm.clip_low` and `clip_high` in `config`; `sequence_mean` is not used. Returns loss,
-    whether it was clipped, and ratio r of each token. arXiv:1707.06347, eq. 7. The two clip widths
-    ("clip-higher") are DAPO's, arXiv:2503.14476, 3.1.
+    """PPO, arXiv:1707.06347, eq. 7: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A). The two
+    widths ("clip-higher") are DAPO's, arXiv:2503.14476, 3.1.
     """
     ratio_T = _log_ratio(logp_T, old_T).exp()
     per_token_T, clipped_T = _clip_surrogate(ratio_T, advantages_T.detach(), config)
@@ -102,13 +93,8 @@ def dual_clip(
     sequence_mean: SequenceMean,
     config: AlgorithmConfig,
 ) -> LossTerms:
-    """Dual-clip PPO, arXiv:1912.09729: PPO's clipped loss of each token, -min(r A, clip(r, 1 -
-    clip_low, 1 + clip_high) A) with r = exp(logp - old), and for A < 0 at most dual_clip x |A|.
-
-    `logp_T`, `old_T` and `advantages_T` (A) are [T], one entry a token; the bounds are in `config`;
-    `sequence_mean` is not used. Returns loss, whether it was clipped, and ratio r of each token.
-    The bound dual_clip limits tokens with a negative advantage and a large ratio, which PPO does
-    not clip.
+    """Dual-clip PPO, arXiv:1912.09729: `ppo_clip`, and for A < 0 at most dual_clip x |A|, which
+    limits large ratios that PPO does not clip.
     """
     terms = ppo_clip(logp_T, old_T, advantages_T, sequence_mean, config)
     bound_T = -config.dual_clip * advantages_T.detach()
@@ -125,20 +111,13 @@ def gspo(
     sequence_mean: SequenceMean,
     config: AlgorithmConfig,
 ) -> LossTerms:
-    """GSPO: PPO's clipped loss of each token with the sequence's ratio s = exp(mean over the
-    sample's tokens of (logp - old)) instead of the token's.
-
-    `logp_T`, `old_T` (log-probs) and `advantages_T` are [T], one entry a token; `sequence_mean`
-    takes and returns [T]: each token's value becomes the mean over its sample's response tokens;
-    the bounds `clip_low` and `clip_high` are in `config`. Returns loss, whether it was clipped, and
-    ratio s of each token.
+    """GSPO: `ppo_clip` with the sequence's ratio s = exp(mean over the sample's tokens of (logp -
+    old)).
 
     arXiv:2507.18071, eq. 5 and 7, in the token form of eq. 13 and 14: every token's ratio is sg[s]
-    x exp(logp - sg[logp]), where sg stops the gradient. Its value is s, its gradient that of the
-    token's own log-prob. With weights that are constant in a sample the sum has the gradient of the
-    sequence form; it also holds for weights that differ between tokens, and no gradient flows
-    through `sequence_mean` to other ranks. s is much closer to 1 than a token's ratio: the paper
-    clips at 3e-4 and 4e-4, so set clip_low and clip_high.
+    x exp(logp - sg[logp]), with the value s and the gradient of the token's own log-prob. With
+    weights that are constant in a sample the sum has the gradient of the sequence form. s is much
+    closer to 1 than r: the paper clips at 3e-4 and 4e-4, so set clip_low and clip_high.
     """
     with torch.no_grad():
         # Bounded after the mean: a token beyond the bound counts in full.
@@ -157,13 +136,9 @@ def cispo(
     sequence_mean: SequenceMean,
     config: AlgorithmConfig,
 ) -> LossTerms:
-    """CISPO: -sg[clip(r, 1 - clip_low, 1 + clip_high)] x A x logp for each token, with r = exp(logp
-    - old), where sg stops the gradient.
-
-    `logp_T`, `old_T` and `advantages_T` (A) are [T], one entry a token; the bounds are in `config`;
-    `sequence_mean` is not used. Returns loss, whether it was clipped, and ratio r of each token.
-    MiniMax-M1, arXiv:2506.13585, 3.1. Clipping bounds a token's weight but keeps its gradient. The
-    paper has no lower bound: set clip_low to 1.
+    """CISPO, MiniMax-M1, arXiv:2506.13585, 3.1: -sg[clip(r, 1 - clip_low, 1 + clip_high)] x A x
+    logp. Clipping bounds a token's weight but keeps its gradient. The paper has no lower bound: set
+    clip_low to 1.
     """
     ratio_T = _log_ratio(logp_T, old_T).exp().detach()
     weight_T = ratio_T.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
@@ -178,13 +153,9 @@ def sapo(
     sequence_mean: SequenceMean,
     config: AlgorithmConfig,
 ) -> LossTerms:
-    """SAPO: -(4 / tau) sigmoid(tau (r - 1)) A for each token, with r = exp(logp - old), where tau
-    is the recipe's `sapo_positive` for A > 0 and `sapo_negative` otherwise. No token is clipped:
-    its gradient fades as its ratio leaves 1.
-
-    `logp_T`, `old_T` and `advantages_T` (A) are [T], one entry a token; `sequence_mean` is not
-    used. Returns loss, whether it was clipped (always False) and ratio r of each token.
-    arXiv:2511.20347, eq. 5 and 6.
+    """SAPO, arXiv:2511.20347, eq. 5 and 6: -(4 / tau) sigmoid(tau (r - 1)) A, where tau is
+    `sapo_positive` for A > 0 and `sapo_negative` otherwise. No token is clipped: its gradient fades
+    as r leaves 1.
     """
     ratio_T = _log_ratio(logp_T, old_T).exp()
     advantages_T = advantages_T.detach()
@@ -201,21 +172,14 @@ def reinforce(
     sequence_mean: SequenceMean,
     config: AlgorithmConfig,
 ) -> LossTerms:
-    """REINFORCE: -A x logp for each token, the policy gradient itself, without clipping; the ratio
-    exp(logp - old) is only reported.
-
-    `logp_T`, `old_T` and `advantages_T` (A) are [T], one entry a token; `sequence_mean` and
-    `config` are not used. Returns loss, whether it was clipped (always False) and ratio of each
-    token. Williams 1992; used by ReMax, arXiv:2310.10505, and GPG, arXiv:2504.02546. The gradient
-    holds for samples of the present policy: with several mini-batches or epochs in a step, later
-    updates are off-policy.
+    """REINFORCE, Williams 1992: -A x logp, without clipping; used by ReMax, arXiv:2310.10505, and
+    GPG, arXiv:2504.02546. Several mini-batches or epochs in a step make later updates off-policy.
     """
     ratio_T = _log_ratio(logp_T, old_T).exp().detach()
     return LossTerms(-advantages_T.detach() * logp_T, torch.zeros_like(ratio_T).bool(), ratio_T)
 
 
 def _where_trained(tokens_N: Tensor, divisors_N: Tensor) -> Tensor:
-    """[N] float64: 1 / divisor for samples with response tokens, else 0."""
     weights_N = torch.zeros(tokens_N.shape, dtype=torch.float64, device=tokens_N.device)
     trained_N = tokens_N > 0
     weights_N[trained_N] = 1.0 / divisors_N[trained_N].to(torch.float64)
@@ -223,28 +187,22 @@ def _where_trained(tokens_N: Tensor, divisors_N: Tensor) -> Tensor:
 
 
 def token(tokens_N: Tensor, config: AlgorithmConfig) -> Tensor:
-    """Weights of tokens in a loss that is the mean over all tokens of the mini-batch: 1 / (response
-    tokens of the mini-batch), as [N] float64 by sample. `tokens_N`: [N] int64 response tokens of
-    each sample of the mini-batch, over all ranks; a sample without any gets 0. DAPO,
-    arXiv:2503.14476, 3.3.
+    """Mean over all tokens: 1 / (response tokens of the mini-batch). DAPO, arXiv:2503.14476,
+    3.3.
     """
     return _where_trained(tokens_N, tokens_N.sum().expand_as(tokens_N))
 
 
 def sequence(tokens_N: Tensor, config: AlgorithmConfig) -> Tensor:
-    """Weights of tokens in a loss that is the mean over sequences of their token means: 1 /
-    (sequences x tokens of the sample), as [N] float64 by sample. `tokens_N`: [N] int64 response
-    tokens of each sample of the mini-batch, over all ranks; samples without any get 0 and do not
-    count. GRPO, arXiv:2402.03300, eq. 3.
+    """Mean over sequences of their token means: 1 / (sequences x tokens of the sample). GRPO,
+    arXiv:2402.03300, eq. 3.
     """
     return _where_trained(tokens_N, (tokens_N > 0).sum() * tokens_N)
 
 
 def constant(tokens_N: Tensor, config: AlgorithmConfig) -> Tensor:
-    """Weights of tokens in a loss that counts tokens of short and long responses alike: 1 /
-    (sequences x `config.constant_tokens`), as [N] float64 by sample. `tokens_N`: [N] int64 response
-    tokens of each sample of the mini-batch, over all ranks; samples without any get 0 and do not
-    count. Dr.GRPO, arXiv:2503.20783, 3.2.
+    """Tokens of all responses alike: 1 / (sequences x `config.constant_tokens`). Dr.GRPO,
+    arXiv:2503.20783, 3.2.
     """
     return _where_trained(
         tokens_N, ((tokens_N > 0).sum() * config.constant_tokens).expand_as(tokens_N)
@@ -259,12 +217,11 @@ LOSSES: dict[str, LossFunction] = {
     "sapo": sapo,
     "reinforce": reinforce,
 }
-"""{name in `algorithm.loss`: policy loss, a function with the arguments of `LossFunction`}"""
+"""{`algorithm.loss`: function}"""
 
 AGGREGATIONS: dict[str, AggregationFunction] = {
     "token": token,
     "sequence": sequence,
     "constant": constant,
 }
-"""{name in `algorithm.aggregation`: function of (response tokens of each sample [N] int64, config)
--> weight of each of the sample's tokens in the loss [N] float64}"""
+"""{`algorithm.aggregation`: function}"""

@@ -9,9 +9,8 @@ from megarl.system.lookup import of_app
 
 
 class LiveReport:
-    """Writes `report.html`, a page with charts of the metrics and example rollouts, in the run
-    folder `folder` as a run goes: call `refresh` after each step, `write` at the end. `refresh`
-    writes at most every `every_s` seconds, and takes at most a fiftieth of the run's time.
+    """Writes `report.html` in the run folder: `refresh` after each step, at most every `every_s`
+    seconds and in at most a fiftieth of the run's time, and `write` at the end.
     """
 
     def __init__(self, folder: Path, *, every_s: float = 10.0) -> None:
@@ -19,10 +18,6 @@ class LiveReport:
         self._next = float("-inf")
 
     def refresh(self) -> None:
-        """Write `report.html` in the run folder, unless the last one was written less than
-        `every_s` seconds ago, or less than fifty times as long ago as writing it took. Blocks while
-        it writes.
-        """
         started_at = time.monotonic()
         if started_at >= self._next:
             self.write()
@@ -30,7 +25,4 @@ class LiveReport:
             self._next = ended_at + max(self._every_s, 50 * (ended_at - started_at))
 
     def write(self) -> None:
-        """Write `report.html` now, in place of an earlier one, from the metrics in the run folder.
-        Blocks until it is written.
-        """
         of_app("write_report")(self._folder, title=self._folder.name)

@@ -1,12 +1,11 @@
 """Where a run reports: files in the run folder, viewers, and progress on the terminal.
 
-Files: `metrics.jsonl` (one line per step), `evaluations.jsonl` (metrics and transcripts of each
-evaluation), `transcripts.jsonl` (some groups of each step), `provenance.jsonl` (a line for each
-start: steps done, code, machine, command) and `tensorboard/`. Only one process of a run may have an
-`Observer`.
+Files: `metrics.jsonl` (one line per step), `evaluations.jsonl` (metrics and transcripts of each),
+`transcripts.jsonl` (some groups of each step), `provenance.jsonl` (a line for each start: steps
+done, code, machine, command) and `tensorboard/`.
 
-Steps count from 1 in all of them: step n is the n-th step of training, and an evaluation at step n
-is of the weights after n steps; one at step 0 is before training.
+Steps count from 1 in all of them: an evaluation at step n is of the weights after n steps, 0 before
+training.
 """
 
 from __future__ import annotations
@@ -33,21 +32,20 @@ PROVENANCE = "provenance.jsonl"
 """Names of the files in the run folder."""
 
 LINE_INTERVAL_S = 5.0
-"""Minimum seconds between two lines of step progress when there is no terminal. The last step
-is always printed."""
+"""Least seconds between two lines of progress without a terminal; the last step is always
+printed.
+"""
 
 
 class Observer(contextlib.AbstractContextManager):
-    """Writes a run's metrics and transcripts to the run folder and to viewers, and shows its
-    progress on standard error. Made once, on rank 0; a context manager that closes everything at
-    its end.
+    """Made once, on rank 0; a context manager.
 
     Args:
         config: which viewers and how many transcripts.
         folder: the run folder; created if missing.
         total_steps: steps of the whole run.
-        first_step: steps already done. Lines of later steps, from a process that went beyond its
-            last checkpoint, are removed from the files. With 0 the files start empty.
+        first_step: steps already done; lines of later steps, beyond the last checkpoint, are
+            removed. With 0 the files start empty.
         resolved: the recipe as plain data, for viewers that show it.
     """
 
@@ -77,10 +75,6 @@ class Observer(contextlib.AbstractContextManager):
         add_start(folder / PROVENANCE, first_step)
 
     def step(self, report: StepReport) -> None:
-        """Write the metrics of one training step to `metrics.jsonl` in the run folder and to the
-        viewers (such as TensorBoard), and show the main ones. `report` has the step's number,
-        `step`, from 0, and `metrics`, {name: number}; files and viewers count steps from 1.
-        """
         number = report.step + 1
         self._metrics.write(number, report.metrics)
         self._sink(number, report.metrics)
@@ -90,14 +84,11 @@ class Observer(contextlib.AbstractContextManager):
     def evaluation(
         self, step: int, metrics: dict[str, float], transcripts: list[dict[str, Any]]
     ) -> None:
-        """Write metrics and transcripts of an evaluation of the weights after `step` steps to
-        `evaluations.jsonl`, and the metrics also to the viewers (such as TensorBoard) and to
-        standard error.
+        """Write an evaluation of the weights after `step` steps; it may take several calls.
 
         Args:
             step: steps done; 0 is before training.
-            metrics: {name: number}, named `eval/...`, or `eval_sampled/...` for responses at the
-                temperature of training; an evaluation may take several calls.
+            metrics: named `eval/...`, or `eval_sampled/...` at the temperature of training.
             transcripts: a dict for each problem: prompt, answer, response, correct, reward, tokens.
 
         Raises:
@@ -114,40 +105,29 @@ class Observer(contextlib.AbstractContextManager):
             self._progress.evaluation(step, metrics)
 
     def evaluated(self, step: int, name: str) -> dict[str, float] | None:
-        """The metrics whose names begin with `name`/ of the evaluation after `step` steps, read
-        from `evaluations.jsonl`, where this or an earlier process of the run has written them; None
-        if there are none.
-        """
-        found = [
-            {key: one for key, one in record.items() if key.startswith(f"{name}/")}
+        """Metrics `name`/... of the evaluation after `step` steps, also of an earlier process."""
+        records = [
+            {key: value for key, value in record.items() if key.startswith(f"{name}/")}
             for record in read_records(self._folder / EVALUATIONS)
             if record["step"] == step
         ]
-        return next(filter(None, reversed(found)), None)
+        return next(filter(None, reversed(records)), None)
 
     def trained(self, step: int) -> dict[str, float]:
-        """The metrics of step number `step` (from 1), read from `metrics.jsonl`, where an earlier
-        process of the run has written them; without those that were not finite. Empty if there are
-        none.
-        """
-        found = [one for one in read_records(self._folder / METRICS) if one.pop("step") == step]
+        """Finite metrics of step number `step` (from 1), also of an earlier process."""
+        lines = [row for row in read_records(self._folder / METRICS) if row.pop("step") == step]
         return {
-            name: value for one in found[-1:] for name, value in one.items() if value is not None
+            name: value for row in lines[-1:] for name, value in row.items() if value is not None
         }
 
     def transcripts(self, step: int, groups: list[dict[str, Any]]) -> None:
-        """Write the rollouts of a training step to `transcripts.jsonl`: the first
-        `observe.transcripts_per_step` of `groups`. A group is a dict of JSON data with the keys
-        ordinal (position of its prompt in training), prompt (text), answer (text) and rollouts
-        (list of dicts).
-
-        `step`: number of the step, the first is 0; the file counts from 1.
+        """Write some groups of a step, which counts from 0. A group is a dict of JSON data: ordinal
+        (position of its prompt in training), prompt, answer (text) and rollouts (dicts).
         """
         for group in groups[: self._config.transcripts_per_step]:
             self._transcripts.write(step + 1, group)
 
     def close(self) -> None:
-        """Close all files and viewers; a second call does nothing."""
         if self._progress is not None:
             self._progress.close()
         for sink in (self._metrics, self._evaluations, self._transcripts, *self._sinks):
@@ -158,19 +138,15 @@ class Observer(contextlib.AbstractContextManager):
         self.close()
 
     def _sink(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send the metrics with finite values to every viewer. NaN and infinite values are left
-        out; only the JSON files have them, as null.
-        """
+        """NaN and infinite values are left out; only the JSON files have them, as null."""
         numbers = {name: value for name, value in finite(metrics).items() if value is not None}
         for sink in self._sinks:
             sink.write(step, numbers)
 
 
 def add_start(path: Path, done: int) -> None:
-    """Add to the JSON-lines file `path` a line on the start of a run that has done `done` steps:
-    code, machine, command. With `done` 0 the file begins anew; otherwise its whole lines stay, also
-    damaged ones and that of a start that went beyond its last checkpoint. Raises `OSError` if the
-    file cannot be written.
+    """Add to `provenance.jsonl` a line on a start after `done` steps, with 0 to a new file. Whole
+    lines stay, also damaged ones. Raises `OSError`.
     """
     before = path.read_bytes() if done and path.exists() else b""
     line = json.dumps({"step": done} | finite(made_by()), ensure_ascii=False) + "\n"
@@ -179,9 +155,7 @@ def add_start(path: Path, done: int) -> None:
 
 
 class ProgressBar:
-    """Progress of a run on standard error: a bar on a terminal, otherwise a line at most every 5
-    seconds. `first_step`: steps done before this process started.
-    """
+    """A bar on a terminal, otherwise a line at most every 5 seconds, on standard error."""
 
     def __init__(self, total_steps: int, first_step: int) -> None:
         self._total, self._last_line = total_steps, float("-inf")
@@ -192,9 +166,6 @@ class ProgressBar:
             self._bar = tqdm(total=total_steps, initial=first_step, **how)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show that step number `step` (from 1) is done, with its main metrics (reward, accuracy,
-        length, ...).
-        """
         if self._bar is not None:
             self._bar.set_postfix_str(shown_metrics(metrics, separator=", "), refresh=False)
             self._bar.update()
@@ -206,9 +177,6 @@ class ProgressBar:
             console.say(f"step {step}/{self._total}  {shown_metrics(metrics)}  {since}")
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the metrics, {name: number}, of an evaluation after `step` steps on a line of
-        standard error, above the progress bar if there is one.
-        """
         numbers = "  ".join(
             f"{name} {value:.4g}"
             for name, value in metrics.items()
@@ -222,7 +190,6 @@ class ProgressBar:
             self._bar.refresh()
 
     def close(self) -> None:
-        """Close the progress bar; its last state stays visible on the terminal."""
         if self._bar is not None:
             self._bar.close()
 
@@ -235,14 +202,11 @@ _SHOWN = (
     ("tokens/generated_per_s", "{:,.0f} tokens/s"),
     ("tokens/trained_per_s", "{:,.0f} tokens/s"),
 )
-"""(metric, text format) of the metrics that the progress display shows."""
+"""(metric, text format)"""
 
 
 def shown_metrics(metrics: Mapping[str, float | None], *, separator: str = "  ") -> str:
-    """The main metrics of a training step (reward, accuracy, mean length, loss, tokens per second)
-    as one line, formatted; metrics that are missing or None are left out. `separator` stands
-    between two metrics.
-    """
+    """The main metrics of a step in one line, without missing ones."""
     # A policy gradient's loss says nothing about progress.
     hidden = {"loss"} if "reward/mean" in metrics else set()
     hidden |= {"tokens/trained_per_s"} if "tokens/generated_per_s" in metrics else set()

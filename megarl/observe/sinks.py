@@ -1,4 +1,4 @@
-"""Where metrics are written. `metrics.jsonl` is always written; viewers get copies.
+"""Where metrics are written: `metrics.jsonl`, and copies to viewers.
 
 To add a viewer, write a function like `tensorboard` and name it in `open_sinks`.
 """
@@ -23,24 +23,20 @@ from megarl.system.files import UNFINISHED, new_file, parse_json
 
 @dataclass(frozen=True)
 class Sink:
-    """A viewer that gets copies of the metrics, for example TensorBoard: two functions,
-    `write(step, {name: finite value})` and `close()`.
-    """
+    """A viewer that gets copies of the metrics."""
 
     write: Callable[[int, Mapping[str, float]], None]
-    """Records the metrics of a step, given by its number from 1 (0: an evaluation before training);
-    numbers do not decrease."""
+    """Of a step, from 1 (0: an evaluation before training), not decreasing; values are finite."""
     close: Callable[[], None]
-    """Finishes writing."""
 
 
 Recipe = Mapping[str, Any]
-"""The recipe with all defaults, as nested dicts."""
+"""With all defaults, as nested dicts."""
 
 
 def finite(value: Any) -> Any:
-    """A copy of `value`, nested dicts and lists of numbers and texts, as JSON data: NaN and
-    infinities as None, numpy and torch numbers and arrays as Python's, tuples as lists.
+    """`value` as JSON data: NaN and infinities as None, numpy and torch numbers and arrays as
+    Python's, tuples as lists.
     """
     if isinstance(value, Mapping):
         return {str(key): finite(item) for key, item in value.items()}
@@ -54,13 +50,11 @@ def finite(value: Any) -> Any:
 
 
 def read_records(path: Path, *, numbers: bool = False) -> Iterator[dict[str, Any]]:
-    """Iterate over the lines of a JSON-lines file, such as metrics.jsonl, each as a dict with
-    `step`. A file that does not exist has none. A last line without newline, which a killed process
-    leaves, is skipped.
+    """The lines of a JSON-lines file as dicts with `step`; none if it does not exist. A last line
+    without newline, which a killed process leaves, is skipped.
 
-    `numbers`: check that every value is a number or null, and the value of the key `transcripts`,
-    if there is one, a list of objects. Raises `ValueError`, which names the line and how to delete
-    it, for a line that fails this check or is not a JSON object with an integer `step`.
+    `numbers`: check values too. Raises `ValueError`, with how to delete the line, for one that does
+    not fit.
     """
     if not path.exists():
         return
@@ -84,18 +78,18 @@ def read_records(path: Path, *, numbers: bool = False) -> Iterator[dict[str, Any
 def _fits(name: str, value: Any) -> bool:
     """Whether a metric named `name` can have `value`."""
     if name == "transcripts":
-        return isinstance(value, list) and all(isinstance(one, dict) for one in value)
+        return isinstance(value, list) and all(isinstance(item, dict) for item in value)
     is_whole = isinstance(value, int) and abs(value) < 2**63
     return value is None or isinstance(value, float) or is_whole
 
 
 class MetricsFile:
-    """Appends to a JSON-lines file, one object for each call of `write`, flushed at once.
+    """Appends to a JSON-lines file, flushed at once.
 
     Args:
-        path: the file; created with its folder if missing.
-        keep_until_step: records of later steps are removed, in one atomic rename, because a resumed
-            run writes them again. None keeps all complete lines.
+        path: created with its folder if missing.
+        keep_until_step: records of later steps are removed, in one atomic rename. None keeps all
+            complete lines.
 
     Raises:
         ValueError: the existing file is not JSON objects with a `step`.
@@ -111,8 +105,8 @@ class MetricsFile:
         self._file = path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n")
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Append `{"step": step, **metrics}`; non-finite floats become null. Raises `OSError`, with
-        the path, if the file cannot be written.
+        """Append `{"step": step, **metrics}`; non-finite floats become null. Raises `OSError` with
+        the path.
         """
         record = {"step": step} | finite(metrics) | {"step": step}
         try:
@@ -122,12 +116,10 @@ class MetricsFile:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def close(self) -> None:
-        """Close the file; a second call does nothing."""
         self._file.close()
 
 
 def _keep(path: Path, until_step: int | None) -> None:
-    """Rewrite `path` without records after `until_step` and without an incomplete last line."""
     whole = path.read_bytes().rpartition(b"\n")
     if whole[2]:
         say(f"megarl: {path}: cutting off a torn line of {len(whole[2])} bytes")
@@ -141,10 +133,7 @@ def _keep(path: Path, until_step: int | None) -> None:
 
 
 def tensorboard(config: ObserveConfig, folder: Path, first_step: int, recipe: Recipe) -> Sink:
-    """Open the viewer that writes metrics as TensorBoard scalars in `folder`/tensorboard. What an
-    earlier process logged of steps after `first_step`, the number of steps done, is hidden.
-    `config` and `recipe` are not used.
-    """
+    """What an earlier process logged of steps after `first_step` is hidden."""
     from torch.utils.tensorboard import SummaryWriter
 
     hidden = first_step + 1 if first_step else 0
@@ -158,17 +147,12 @@ def tensorboard(config: ObserveConfig, folder: Path, first_step: int, recipe: Re
 
 
 WANDB_ID = "wandb_id.txt"
-"""File in the run folder with the id of the W&B run, in which a resumed run goes on."""
+"""File with the id of the W&B run, in which a resumed run goes on."""
 
 
 def wandb(config: ObserveConfig, folder: Path, first_step: int, recipe: Recipe) -> Sink:
-    """Open the viewer that sends metrics to the Weights & Biases project `config.wandb_project`,
-    with the recipe (nested dicts) as the W&B run's config; the API key comes from the environment.
-    If `first_step`, the number of steps done, is above 0, the W&B run of the run folder `folder` is
-    continued, otherwise a new one begins.
-
-    W&B drops what is logged at a step that it has already: after a resume the steps that a killed
-    run had logged beyond its checkpoint stay as they were.
+    """The API key comes from the environment. W&B drops what is logged at a step that it has
+    already: steps that a killed run logged beyond its checkpoint stay.
     """
     import wandb  # pyright: ignore[reportMissingImports]
 
@@ -182,20 +166,16 @@ def wandb(config: ObserveConfig, folder: Path, first_step: int, recipe: Recipe) 
 
 
 MLFLOW_ID = "mlflow_id.txt"
-"""File in the run folder with the id of the MLflow run, in which a resumed run goes on."""
+"""File with the id of the MLflow run, in which a resumed run goes on."""
 REFUSED = re.compile(r"[^\w./: -]")
-"""Characters that MLflow refuses in a name, and for a whole step at once; "_" is sent instead."""
+"""MLflow refuses a step with these in a name; "_" is sent instead."""
 
 
 def mlflow(config: ObserveConfig, folder: Path, first_step: int, recipe: Recipe) -> Sink:
-    """Open the viewer that sends metrics to the MLflow experiment `config.mlflow_experiment`, with
-    the recipe (nested dicts) as parameters named `section.key`; MLFLOW_TRACKING_URI in the
-    environment says where. If `first_step`, the number of steps done, is above 0, the MLflow run
-    of the run folder `folder` is continued, otherwise a new one begins. After a resume MLflow shows
-    both values of a step that a killed run had logged beyond its checkpoint.
+    """MLFLOW_TRACKING_URI says where. After a resume MLflow shows both values of a step that a
+    killed run logged beyond its checkpoint.
 
-    Raises `UserError` if MLflow fails here. If it fails later, a warning is printed, nothing more
-    is sent and training goes on.
+    Raises `UserError` if MLflow fails here; if later, training goes on without it.
     """
     from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
     from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
@@ -208,11 +188,11 @@ def mlflow(config: ObserveConfig, folder: Path, first_step: int, recipe: Recipe)
             run = id_file.read_text().strip()
             client.update_run(run, status="RUNNING")
         else:
-            found = client.get_experiment_by_name(name)
-            experiment = found.experiment_id if found else client.create_experiment(name)
+            known = client.get_experiment_by_name(name)
+            experiment = known.experiment_id if known else client.create_experiment(name)
             run = client.create_run(experiment, run_name=folder.name or None).info.run_id
-            given = [Param(REFUSED.sub("_", key), str(one)) for key, one in _leaves(recipe)]
-            client.log_batch(run, params=given)
+            params = [Param(REFUSED.sub("_", key), str(value)) for key, value in _leaves(recipe)]
+            client.log_batch(run, params=params)
             id_file.write_text(f"{run}\n")
     except MlflowException as error:
         raise UserError(
@@ -220,11 +200,11 @@ def mlflow(config: ObserveConfig, folder: Path, first_step: int, recipe: Recipe)
             " MLFLOW_TRACKING_URI in the environment, or observe.mlflow_experiment to ''"
         ) from error
 
-    def attempt(call: Callable[..., Any], *given: Any) -> None:
+    def attempt(call: Callable[..., Any], *arguments: Any) -> None:
         nonlocal lost
         try:
             if not lost:
-                call(run, *given)
+                call(run, *arguments)
         except MlflowException as error:
             lost = True
             say(f"megarl: warning: this run's metrics no longer go to MLflow, which fails: {error}")
@@ -233,7 +213,7 @@ def mlflow(config: ObserveConfig, folder: Path, first_step: int, recipe: Recipe)
         now_ms = int(time.time() * 1000)
         attempt(
             client.log_batch,
-            [Metric(REFUSED.sub("_", key), one, now_ms, step) for key, one in metrics.items()],
+            [Metric(REFUSED.sub("_", key), value, now_ms, step) for key, value in metrics.items()],
         )
 
     return Sink(write, lambda: attempt(client.set_terminated))
@@ -249,12 +229,8 @@ def _leaves(tree: Recipe, before: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def trackio(config: ObserveConfig, folder: Path, first_step: int, recipe: Recipe) -> Sink:
-    """Open the viewer that writes metrics to the trackio project `config.trackio_project`, with the
-    recipe (nested dicts) as the trackio run's config; TRACKIO_DIR, TRACKIO_SERVER_URL or
-    TRACKIO_SPACE_ID in the environment says where. The trackio run is named as the run folder
-    `folder`. If `first_step`, the number of steps done, is above 0, the newest run of this name is
-    continued, otherwise a new one begins. After a resume trackio has both values of a step that a
-    killed run had logged beyond its checkpoint.
+    """TRACKIO_DIR, TRACKIO_SERVER_URL or TRACKIO_SPACE_ID says where. A resumed run goes on in the
+    newest run named as its folder, with both values of repeated steps.
     """
     import trackio  # pyright: ignore[reportMissingImports]
 
@@ -269,11 +245,7 @@ def trackio(config: ObserveConfig, folder: Path, first_step: int, recipe: Recipe
 
 
 def open_sinks(config: ObserveConfig, folder: Path, first_step: int, recipe: Recipe) -> list[Sink]:
-    """Open every viewer that `config` asks for, of TensorBoard, W&B, MLflow and trackio, for a run
-    in the run folder `folder` that has done `first_step` steps. `recipe`: the recipe as nested
-    dicts. Raises `ImportError` if a viewer's package is not installed, which `megarl` already
-    checks before a run starts, and `UserError` if MLflow fails.
-    """
+    """Raises `ImportError` without a viewer's package, and as `mlflow`."""
     asked = {
         wandb: config.wandb_project,
         mlflow: config.mlflow_experiment,

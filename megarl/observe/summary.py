@@ -15,8 +15,7 @@ from megarl.observe.rotated import spread
 from megarl.observe.sinks import read_records
 
 ENDS = 5
-"""Without evaluations, "before" and "after" are means over at most this many first and last
-steps."""
+"""Without evaluations, "before" and "after" are means over at most so many steps."""
 
 USUAL: dict[str, float] = {
     **dict.fromkeys(
@@ -26,15 +25,14 @@ USUAL: dict[str, float] = {
     **dict.fromkeys(("mismatch/mean_abs", "mismatch/outside_share"), 0.05),
     **dict.fromkeys(("correction/dropped_share", "correction/clipped_share"), 0.05),
 }
-"""{metric: largest value that docs/metrics.md calls usual; of groups/rejected as a share of
-groups/drawn}. See `usual_bounds`."""
+"""{metric: largest value that docs/metrics.md calls usual}, groups/rejected as a share of
+groups/drawn.
+"""
 
 
 @dataclass(slots=True)
 class Evaluation:
-    """One evaluation of the weights after `step` steps (0: before training): `metrics`, {name:
-    number}, and `transcripts`, a dict for each problem (prompt, answer, response, correct, ...).
-    """
+    """Of the weights after `step` steps. `transcripts`: a dict for each problem."""
 
     step: int
     metrics: dict[str, float] = field(default_factory=dict)
@@ -43,21 +41,20 @@ class Evaluation:
 
 @dataclass(slots=True)
 class Run:
-    """The content of a run folder, as `read_run` returns it: metrics of all steps, evaluations and
-    some transcripts.
-    """
+    """The content of a run folder."""
 
     metrics: list[dict[str, Any]]
-    """The metrics of each step, ordered by step."""
+    """Of each step, ordered by step."""
     evaluations: list[Evaluation]
     """Ordered by step; only the first and the last with transcripts keep them."""
     groups: list[dict[str, Any]]
-    """Transcripts of rollouts in training, by step: dicts with step, prompt, answer and rollouts.
-    Of a long run those of some steps, evenly over the run, the first and the last one included."""
+    """Transcripts of training, by step: dicts with step, prompt, answer and rollouts. Of a long run
+    those of some steps, evenly.
+    """
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """([n] steps, [n] values), float64 arrays, of the training metric `name` over the n steps
-        that have it, in order; NaN where the value was not finite.
+        """([n] steps, [n] values), float64, of the n steps that have the metric; NaN where it was
+        not finite.
         """
         return _series(
             [(record["step"], record[name]) for record in self.metrics if name in record]
@@ -65,36 +62,31 @@ class Run:
 
     @property
     def failures(self) -> dict[str, int]:
-        """{"errors", "timeouts", "nans", "response_limits": number of rollouts, over all steps,
-        that the verifier could not score for this reason}.
-        """
+        """{why the verifier could not score: number of rollouts}"""
         return {
-            kind: int(sum(record.get(f"verifier/{kind}") or 0 for record in self.metrics))
-            for kind in ("errors", "timeouts", "nans", "response_limits")
+            reason: int(sum(record.get(f"verifier/{reason}") or 0 for record in self.metrics))
+            for reason in ("errors", "timeouts", "nans", "response_limits")
         }
 
     def evaluated(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """([n] steps, [n] values), float64 arrays, of the metric `name`, such as eval/accuracy,
-        over the n evaluations that have it, in order.
-        """
+        """`series` of a metric such as eval/accuracy over the evaluations."""
         return _series(
-            [(one.step, one.metrics[name]) for one in self.evaluations if name in one.metrics]
+            [
+                (entry.step, entry.metrics[name])
+                for entry in self.evaluations
+                if name in entry.metrics
+            ]
         )
 
 
 def _series(pairs: list[tuple[int, float | None]]) -> tuple[np.ndarray, np.ndarray]:
-    """([n] steps, [n] values) as arrays, None as NaN."""
     steps, values = np.array(pairs, dtype=float).reshape(-1, 2).T
     return steps, values
 
 
 def read_run(folder: Path, *, transcripts: bool = True) -> Run:
-    """Read the run folder `folder`. Returns a `Run`: the metrics of each step as dicts, the
-    evaluations, and transcripts of rollouts. If several lines of a file have the same step, the
-    last one counts. `transcripts`: read `transcripts.jsonl` too; otherwise the run has no `groups`.
-
-    Raises `ValueError` where the folder has no `metrics.jsonl`, or a file is damaged before its
-    last line.
+    """The last of several lines of a step counts. Raises `ValueError` where there is no
+    `metrics.jsonl`, or a file is damaged before its last line.
     """
     folder = Path(folder)
     if not (folder / METRICS).exists():
@@ -108,9 +100,7 @@ def read_run(folder: Path, *, transcripts: bool = True) -> Run:
 
 
 def usual_bounds(recipe: Mapping[str, Any]) -> dict[str, float]:
-    """{metric: largest value that is usual in a run with this recipe, as data}: `USUAL`, and those
-    that depend on staleness and precision where the recipe has them.
-    """
+    """`USUAL`, and bounds that depend on the recipe's staleness and precision."""
     bounds = dict(USUAL)
     with suppress(LookupError, TypeError):  # a recipe of another command, or a damaged one
         rollout = recipe["rollout"]
@@ -122,67 +112,51 @@ def usual_bounds(recipe: Mapping[str, Any]) -> dict[str, float]:
 
 
 def read_starts(folder: Path) -> list[dict[str, str]]:
-    """{fact: text} for each start of the run in the run folder `folder`, in order: `step` (steps
-    done before), `started`, `command`, `host`, `commit`, versions and so on. Empty for a run of an
-    earlier version of megarl, which has no `provenance.jsonl`. A damaged line and those after it
-    are left out: the last one is then {"step": ..., "damaged": which line, how to delete it}.
+    """{fact: text} of each start of a run, in order. Instead of a damaged line and those after it:
+    {"step": ..., "damaged": which line, how to delete it}.
     """
-    found: list[dict[str, str]] = []
+    starts: list[dict[str, str]] = []
     try:
         for record in read_records(Path(folder) / PROVENANCE):
-            found.append({name: str(value) for name, value in record.items()})
+            starts.append({name: str(value) for name, value in record.items()})
     except ValueError as error:
-        found.append({"step": found[-1]["step"] if found else "0", "damaged": str(error)})
-    return found
+        starts.append({"step": starts[-1]["step"] if starts else "0", "damaged": str(error)})
+    return starts
 
 
 def _read_evaluations(path: Path) -> list[Evaluation]:
-    """Evaluations by step, with the greedy evaluation's transcripts if there are several kinds."""
-    found: dict[int, Evaluation] = {}
+    """By step, with the greedy evaluation's transcripts if there are several kinds."""
+    by_step: dict[int, Evaluation] = {}
     greedy: set[int] = set()
     for record in read_records(path, numbers=True):
         step = record.pop("step")
         transcripts = record.pop("transcripts", None)
-        one = found.setdefault(step, Evaluation(step))
-        one.metrics |= record
+        entry = by_step.setdefault(step, Evaluation(step))
+        entry.metrics |= record
         is_greedy = any(name.startswith("eval/") for name in record)
         if transcripts and (is_greedy or step not in greedy):
-            one.transcripts = transcripts
+            entry.transcripts = transcripts
             greedy |= {step} if is_greedy else set()
-        with_transcripts = sorted(step for step, kept in found.items() if kept.transcripts)
+        with_transcripts = sorted(step for step, kept in by_step.items() if kept.transcripts)
         for between in with_transcripts[1:-1]:
-            found[between].transcripts = []
-    return [found[step] for step in sorted(found)]
+            by_step[between].transcripts = []
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def summary(folder: Path) -> dict[str, Any]:
-    """The run in the run folder `folder` in a few numbers, None where unknown.
-
-    Returns:
-        accuracy_before, accuracy_after (0 to 1), length_before, length_after (tokens): from the
-            greedy evaluations (`measured_on` is "evaluation"), or else means over the rollouts of
-            the first and last steps ("rollouts")
-        steps, seconds: number of steps, and sum of `time/step_s`
-        generated_tokens_per_s, trained_tokens_per_s: means over time
-        step_over_longer_part: seconds of all steps, divided by the sum of the longer of each step's
-            rollout and training; 1 if the two overlap wholly, up to 2 if they take turns
-
-    Raises:
-        ValueError: the folder is not one of a run.
-    """
+    """`summarise_run` of a run folder."""
     return summarise_run(read_run(folder))
 
 
 def summarise_run(run: Run) -> dict[str, Any]:
-    """A run in a few numbers, None where unknown, from a run folder that `read_run` has read: a
-    dict with accuracy_before, accuracy_after (0 to 1), length_before, length_after (tokens),
-    measured_on ("evaluation" or "rollouts"), steps, seconds, generated_tokens_per_s,
-    trained_tokens_per_s and step_over_longer_part (1 if rollouts and training overlap wholly, up to
-    2 if they take turns).
+    """A run in a few numbers, None where unknown: accuracy_before, accuracy_after (0 to 1),
+    length_before, length_after (tokens), measured_on ("evaluation": greedy, or "rollouts": of the
+    first and last steps), steps, seconds, generated_tokens_per_s, trained_tokens_per_s,
+    step_over_longer_part.
     """
     evaluated = any(
-        "eval/accuracy" in one.metrics or "eval/length/mean" in one.metrics
-        for one in run.evaluations
+        "eval/accuracy" in entry.metrics or "eval/length/mean" in entry.metrics
+        for entry in run.evaluations
     )
     ends = evaluated_ends if evaluated else rollout_ends
     accuracy, length = ends(run, "accuracy"), ends(run, "length/mean")
@@ -202,23 +176,21 @@ def summarise_run(run: Run) -> dict[str, Any]:
 
 
 def _overlap(run: Run) -> float | None:
-    """Seconds of all steps, divided by the sum over the steps of the longer of a step's rollout and
-    its training: 1 if rollouts and training overlap wholly, up to 2 if they take turns. The first
-    five steps are left out; None if no step is left that has all three times.
+    """Seconds of all steps but the first five, divided by the sum of the longer of each step's
+    rollout and training: 1 if the two overlap wholly, up to 2 if they take turns.
     """
     parts = {
         name: dict(zip(*map(np.ndarray.tolist, run.series(f"time/{name}_s")), strict=True))
         for name in ("step", "rollout", "train")
     }
-    steps = sorted(set.intersection(*(set(found) for found in parts.values())))[5:]
+    steps = sorted(set.intersection(*(set(seconds) for seconds in parts.values())))[5:]
     longer = sum(max(parts["rollout"][step], parts["train"][step]) for step in steps)
     return round(sum(parts["step"][step] for step in steps) / longer, 3) if longer else None
 
 
 def evaluated_ends(run: Run, name: str) -> tuple[float | None, float | None]:
-    """(before, after): the metric `eval/NAME` of the first and of the last evaluation of a run. A
-    run with one evaluation has one of the two, before if the evaluation is of step 0, else after;
-    the other one is None, and both are None without evaluation.
+    """(before, after): `eval/NAME` of the first and the last evaluation. A single one is before if
+    it is of step 0, else after.
     """
     steps, values = run.evaluated("eval/" + name)
     if len(values) < 2:
@@ -227,10 +199,7 @@ def evaluated_ends(run: Run, name: str) -> tuple[float | None, float | None]:
 
 
 def rollout_ends(run: Run, name: str) -> tuple[float | None, float | None]:
-    """(before, after): means of the metric `name` over the first and over the last steps of a run,
-    at most five each, which do not overlap; None where there are no values. Of a single step there
-    is the first one only.
-    """
+    """(before, after): means of a metric over at most five first and last steps."""
     _, values = run.series(name)
     values = values[np.isfinite(values)]
     if len(values) < 2:
@@ -251,5 +220,4 @@ def _rate(run: Run, name: str, weight: str) -> float | None:
 
 
 def _number(value: float) -> float | None:
-    """A rounded number, or None if it is not finite."""
     return round(float(value), 6) if np.isfinite(value) else None

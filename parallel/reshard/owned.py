@@ -1,6 +1,6 @@
-"""What each rank of a training layout owns of a model, by layout and ZeRO stage.
+"""What each rank of a training layout owns of a model.
 
-shapes of whole tensors, tensor-parallel shards, layout, ZeRO stage -> [Owned of each rank]
+whole shapes, tensor-parallel shards, layout, ZeRO stage -> [Owned of each rank]
 """
 
 from __future__ import annotations
@@ -18,13 +18,10 @@ def training_owned(
     layout: Layout,
     zero_stage: int,
 ) -> list[Owned]:
-    """What each rank of a training layout has of a model: by rank, the rectangles of whole tensors
-    in its flat buffers, one buffer for each tensor and of the same name.
+    """By rank, the boxes in its flat buffers: one for each tensor, of the same name.
 
-    `shapes`: {tensor: whole shape}. `shards`: {tensor: `Shard`, the dimension and indices at which
-    tensor-parallel ranks split it}; others are whole on every rank. With `zero_stage` 3 each buffer
-    is sliced over the data x sequence ranks; with a lower stage each of these ranks has the whole
-    buffer. Raises `ValueError` for a split tensor of more than two dimensions.
+    `shapes`: {tensor: whole shape}. `shards`: how tensor-parallel ranks split tensors; others are
+    whole. `zero_stage` 3 slices each buffer over data x sequence. Raises as `shard_box`.
     """
     whole_ranks = []
     for rank in range(layout.tensor):
@@ -32,22 +29,20 @@ def training_owned(
         for name, shape in shapes.items():
             owned.add(name, shard_box(name, shape, shards.get(name), rank), name)
         whole_ranks.append(owned)
-    replicas, made = layout.size // layout.tensor, []
+    replicas, parts = layout.size // layout.tensor, []
     for rank in range(layout.size):
-        place = layout.coordinates(rank)
+        axes = layout.coordinates(rank)
         owned, replica = (
-            whole_ranks[place["tensor"]],
-            place["data"] * layout.sequence + place["sequence"],
+            whole_ranks[axes["tensor"]],
+            axes["data"] * layout.sequence + axes["sequence"],
         )
-        made.append(owned.slice(replica, replicas) if zero_stage == 3 and replicas > 1 else owned)
-    return made
+        parts.append(owned.slice(replica, replicas) if zero_stage == 3 and replicas > 1 else owned)
+    return parts
 
 
 def shard_box(name: str, shape: tuple[int, ...], shard: Shard | None, rank: int) -> Box:
-    """The rectangle of tensor `name` (whole shape `shape`) that tensor-parallel rank `rank` has.
-    `shard`: the dimension and indices at which the ranks split the tensor; None where each has all
-    of it. Raises `ValueError` for a split tensor of more than two dimensions. Rows are dimension 0;
-    columns are all other dimensions flattened.
+    """The box of tensor `name` that tensor-parallel rank `rank` has; `shard` None: all of it.
+    Raises `ValueError` for a split tensor of more than two dimensions.
     """
     box = matrix(shape)
     if shard is None:
@@ -63,9 +58,7 @@ def shard_box(name: str, shape: tuple[int, ...], shard: Shard | None, rank: int)
 
 
 def whole_owned(shapes: Mapping[str, tuple[int, ...]]) -> list[Owned]:
-    """A list of one rank that has every tensor whole, as a Hugging Face checkpoint: one buffer for
-    each tensor and of the same name. `shapes`: {tensor: shape}.
-    """
+    """One rank with whole tensors {name: shape}, as a Hugging Face checkpoint."""
     owned = Owned()
     for name, shape in shapes.items():
         owned.add(name, matrix(shape), name)
