@@ -211,11 +211,9 @@ class Worker:
                 self._look(time.monotonic() - looked_at)
             if self.lost is None:
                 await asyncio.wait({reading, ended}, timeout=END_WITHIN_S)
-                ending = reading.result() if reading.done() else ""
-                ending = (
-                    ending or self.how_it_ended() or "closed the channel that it replies through"
-                )
-                self.lose(WorkerLost("error", ending, by_itself=True))
+                how = reading.result() if reading.done() else ""
+                how = how or self.how_it_ended() or "closed the channel that it replies through"
+                self.lose(WorkerLost("error", how, by_itself=True))
         finally:
             self.lose(WorkerLost("error", "was ended with its pool"))
             loop.remove_reader(self._ending)
