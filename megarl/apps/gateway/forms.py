@@ -217,9 +217,7 @@ class ChatCompletions(OpenAIForm):
         for number, choice in enumerate(choices):
             message = dict(choice.message)
             if choice.calls:
-                message["tool_calls"] = [
-                    _as_own_call(tool_call, asked.names) for tool_call in choice.calls
-                ]
+                message["tool_calls"] = [_as_own_call(item, asked.names) for item in choice.calls]
             rows.append({"index": number, "message": message, "finish_reason": choice.finish})
         head = self._head(asked, "chat.completion")
         return head | {"choices": rows, "usage": token_counts(call, choices)}
