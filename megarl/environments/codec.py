@@ -37,10 +37,10 @@ class Codec:
     opening: int | None = None
     """The token that ends a turn of the model where it is the first of the user's turn."""
     is_trimmed: bool = False
-    """Whether the template removes white space around a user's text."""
+    """Whether the template strips a user's text."""
     control: ControlTokens | None = None
     allows_control: bool = False
-    """Whether text of others that spells a control token is that token."""
+    """Whether text of others may spell control tokens."""
 
     @classmethod
     def of(
@@ -52,10 +52,9 @@ class Codec:
         chats: bool = False,
         allows_control: bool = False,
     ) -> Codec:
-        """A codec like `tokenizer`, a transformers tokenizer. It holds only the inner
-        `tokenizers.Tokenizer` if that decodes to the same text, but not with `whole`: tools need
-        the chat template. `chats`: raises `ValueError` if the template allows no second turn of the
-        user.
+        """A codec like `tokenizer`, a transformers tokenizer; only the inner `tokenizers.Tokenizer`
+        is held if that decodes to the same text, but not with `whole`: tools need the chat
+        template. `chats`: raises `ValueError` if the template allows no second turn of the user.
         """
         template = ChatTemplate(tokenizer, variables, control_tokens=True)
         around = template.around_reply() if chats else ("", "")

@@ -40,8 +40,8 @@ MAKE_DEVICES = 1 << 6 | MAKE_BLOCK_DEVICES
 WRITABLE = dict.fromkeys(
     ("/dev/null", "/dev/zero", "/dev/full", "/dev/tty", "/dev/random", "/dev/urandom"), WRITE
 )
-"""{path: rights} outside of a program's own folder. Not /dev/shm, where Ray and vLLM keep memory of
-the run, nor other terminals."""
+"""{path: rights} outside of a program's own folder. Not /dev/shm, where Ray and vLLM keep memory,
+nor other terminals."""
 PATH_RULE = 1
 CONNECT, PORT_RULE = 1 << 1, 2
 """Right to connect by TCP, granted for one port (Linux 6.7)."""
@@ -205,8 +205,8 @@ def enter_own_domain(
 
 def cover(hidden: Sequence[str], folder: str) -> bool:
     """Lay an empty folder over each folder of `hidden`, which Landlock lets a program list, and
-    make all but `folder` read-only: for this process and its children, in new namespaces, before
-    `enter_own_domain`. Returns False if the kernel refuses, as in some containers.
+    make all but `folder` read-only, for this process and its children, before `enter_own_domain`.
+    Returns False if the kernel refuses new namespaces, as in some containers.
     """
     user, group = os.geteuid(), os.getegid()
     ids = {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}
@@ -248,8 +248,8 @@ def set_mount(path: str, flags: int, *, clear: int = 0, below: bool = False) -> 
 
 
 def _grant(ruleset: int, path: str, rights: int) -> None:
-    """Give what lies at `path` and below `rights`; a file those of a file, a symbolic link and a
-    block device none. Raises `OSError`.
+    """Give what lies at `path` and below `rights`, a file only those of a file, links and block
+    devices none. Raises `OSError`.
     """
     opened = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -284,9 +284,9 @@ def _all_but(hidden: Sequence[str]) -> Iterator[str]:
 
 def filter_calls(*, alone: bool) -> None:
     """Have the kernel refuse, with EACCES, that this process and its children change limits and
-    priorities of other processes, or the user's keys. `alone`: also System V and POSIX memory,
-    queues and semaphores, and sockets but TCP clients and Unix pairs. Raises `OSError`, and
-    `KeyError` but on x86_64 and aarch64. Comes after `enter_own_domain`.
+    priorities of others, or the user's keys. `alone`: also System V and POSIX memory, queues and
+    semaphores, and sockets but TCP clients and Unix pairs. Raises `OSError`, and `KeyError` but on
+    x86_64 and aarch64. Comes after `enter_own_domain`.
     """
     machine, code = os.uname().machine, list[Instruction]()
     load, equal, mask, give, refuse = LOAD, EQUAL, 0x54, GIVE, REFUSE | errno.EACCES

@@ -45,8 +45,8 @@ class Judge:
         self, prompt: Prompt, response: str | np.ndarray, num_tokens: int | None = None
     ) -> Outcome:
         """Score one response, a text or token ids [T] int32, with the verifier that `prompt` asks
-        for. An error or time-out is the outcome's `failure`. Raises `ValueError` if a verifier
-        cannot be loaded, `RuntimeError` after `close`. `num_tokens`: generated; None: count them.
+        for. Raises `ValueError` if a verifier cannot be loaded, `RuntimeError` after `close`.
+        `num_tokens`: generated; None: they are counted.
         """
         try:
             name = named_part(prompt, self._config) if self._config.mixture else ""

@@ -130,7 +130,6 @@ class RewardClient:
             await self._session.close()
 
     async def _lane(self) -> None:
-        """Send batches, one after another."""
         config, loop = self._config, asyncio.get_running_loop()
         while True:
             batch = await self._queue.take(config.batch_size, config.linger_ms / 1e3)
@@ -154,7 +153,6 @@ class RewardClient:
                     item.result.cancel()
 
     def _too_late(self, waiting: Item) -> None:
-        """Have `waiting` fail as a time-out, unless it has an outcome."""
         detail = f"no score within environment.time_limit_s = {self._limit_s:g} s from {self.url}"
         words = waiting.note
         if self._open_since is not None:

@@ -87,8 +87,8 @@ def read_score(answer: Any) -> Score:
 def add_up(parts: Sequence[tuple[str, float, Score]]) -> Score:
     """The weighted sum of several scores of one response. `parts`: (name, weight, score), at least
     one. Those that abstain are left out, as in TRL; it abstains if all do. The first of the others
-    says whether the response is correct: by `correct`, or a reward of 1. Unweighted rewards become
-    metrics `reward/<name>`, others `<name>/<metric>`. Raises as `as_reward`.
+    says whether the response is correct, by `correct` or a reward of 1. Metrics are
+    `reward/<name>`, unweighted, and `<name>/<metric>`. Raises as `as_reward`.
     """
     metrics: dict[str, float] = {}
     terms, correct = list[float](), None
@@ -184,9 +184,9 @@ class Outcome:
     abstained: bool = False
     """Whether the verifier returned None."""
     observation: list[int] | None = None
-    """Token ids that the model reads next; None if the rollout has ended."""
+    """Token ids that the model reads next; None at the end."""
     reward: float = 0.0
-    """Of a session, for the turn that `observation` replies to."""
+    """Of the turn that `observation` replies to."""
     follows: int | None = None
     """See `megarl.environments.session.Observation`."""
     max_tokens: int = 0
@@ -200,14 +200,14 @@ class Outcome:
     warning: str = ""
     """What the user should know, in one outcome only."""
     untrained: Sequence[int] = ()
-    """At the end of a session, numbers of the segments that are not trained."""
+    """At the end of a session, segments that are not trained."""
     lost: bool = False
     """Whether the session's process has ended, through whatever ran in it."""
 
     @classmethod
     def of(cls, reply: Reply) -> Outcome:
-        """A worker process's `reply`, whose keys are names of fields. One without a result, or with
-        other keys, becomes a failure "error".
+        """A worker process's `reply`. One without a result, or with unknown keys, becomes a failure
+        "error".
         """
         score = reply.get("score")
         known = score is None or (isinstance(score, int | float) and math.isfinite(score))

@@ -127,7 +127,7 @@ class Environment:
     async def cut_off(self, key: str, num_tokens: int, fault: str = "") -> Verdict:
         """End rollout `key` at a limit of tokens or turns, without asking the verifier: the reward
         is `environment.unscored`, or that of a wrong answer, plus the length penalty. `fault`: what
-        the session did wrong, which makes it a failure.
+        the session did wrong: a failure.
         """
         if self._sessions is not None:
             ended = await self._sessions.cut_off(key)
@@ -149,8 +149,8 @@ class Environment:
         self, prompt: Prompt, response: str | np.ndarray, num_tokens: int, truncated: bool
     ) -> Verdict:
         """Score a response, a text or token ids [T] int32; a verifier's failure is in the verdict.
-        `num_tokens`: generated; 0 for a text of another origin. `truncated`: at the token limit, so
-        that with `environment.require_stop` it is wrong without asking. Raises `ValueError` only if
+        `num_tokens`: generated; 0 for a text of another origin. `truncated`: at the token limit;
+        with `environment.require_stop` it is then wrong without asking. Raises `ValueError` only if
         the verifier does not load.
         """
         if truncated and self._config.require_stop:
@@ -159,7 +159,6 @@ class Environment:
         return self._verdict(outcome, num_tokens)
 
     def _no_verdict(self, num_tokens: int) -> Verdict:
-        """The verdict on a rollout that was cut off."""
         return replace(self._verdict(Outcome(), num_tokens), judged=False)
 
     def _verdict(self, outcome: Outcome, num_tokens: int) -> Verdict:

@@ -1,5 +1,4 @@
-"""Environment sessions: one object per rollout, which replies to what the model writes with an
-observation, a score, or an answer that the recipe's verifier scores.
+"""Environment sessions: one object per rollout, which replies to what the model writes.
 
     start(prompt) -> Observation      step(text, token_ids) -> Observation | Answer | score
 
@@ -21,14 +20,13 @@ class Observation:
     """What `start` and `step` return while the rollout goes on."""
 
     text: str
-    """What the model reads next, without `role` including the chat template's markup. No special
-    tokens are added. Empty only at the start: no observation."""
+    """What the model reads next, without `role` including the chat template's markup. Empty only at
+    the start: no observation."""
     reward: float = 0.0
-    """For the turn that the observation replies to. The rewards of all turns and the final score
-    add up."""
+    """For the turn that the observation replies to; added to the final score."""
     role: Literal["", "user"] = ""
     """"user": where prompts are chats (`prompts.template: chat`), the text of a `step` becomes a
-    turn of the user in the chat template's markup. Empty: the text as it is."""
+    user's turn in the chat template's markup. Empty: the text as it is."""
     follows: int | None = None
     """Which segment of the rollout the text continues, for conversations that branch: a number from
     0 in the order of time, counting the observation of `start`, if not empty, the model's turns and
@@ -86,7 +84,7 @@ class Closing(Protocol):
     """Optional method of a session that holds something, such as a file or a process."""
 
     def close(self) -> Any:
-        """Called once when the rollout has ended in any way, unless the session's process ended
-        before. An error in it is only printed.
+        """Called once when the rollout has ended, unless the session's process ended before. An
+        error in it is only printed.
         """
         ...

@@ -55,9 +55,9 @@ class RewardFunction:
 
 
 def recognised(function: Callable[..., Any], name: str, setting: str) -> RewardFunction:
-    """Wrap a user's function in a `RewardFunction`; nothing is called yet. Raises `ValueError` if
-    its parameters fit none of the forms, or two. For that message: `name` is the function as the
-    recipe writes it, `setting` the recipe's key.
+    """Wrap a user's function; nothing is called yet. Raises `ValueError` if its parameters fit none
+    of the forms, or two. For that message: `name` is the function as the recipe writes it,
+    `setting` the recipe's key.
     """
     is_async = inspect.iscoroutinefunction(function)
     try:
@@ -98,7 +98,6 @@ def recognised(function: Callable[..., Any], name: str, setting: str) -> RewardF
 
 
 def _required(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
-    """Parameters that a call must give."""
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [
         key
@@ -108,7 +107,6 @@ def _required(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
 
 
 def _given(known: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
-    """What of `known` a function with these parameters takes."""
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     missing = [key for key in _required(parameters) if key not in known]
     if missing:
@@ -185,7 +183,6 @@ def _then(answer: Any, read: Callable[[Any], Any]) -> Any:
 
 
 def _only(rewards: Any) -> Any:
-    """The reward of the one response in what a function of TRL's form returned."""
     if isinstance(rewards, str | bytes | Mapping) or not hasattr(rewards, "__len__"):
         count = "no list"
     elif len(rewards) == 1:

@@ -4,8 +4,7 @@
 
 A built-in verifier returns 1.0 for a right response and 0.0 for a wrong one. To add one, write a
 function in `megarl/apps/verifiers` that makes it from the configuration, and name it in
-`VERIFIERS`. Your own (docs/rewards.md) may be async, may raise and may hang: worker processes call
-it under a time limit.
+`VERIFIERS`. A user's (docs/rewards.md) may be async, may raise and may hang.
 """
 
 from __future__ import annotations
@@ -34,9 +33,8 @@ Verifier = Callable[[Prompt, str], Any]
 
 
 def exact_match(config: EnvironmentConfig) -> Verifier:
-    """Make the verifier `exact_match`: 1.0 if the text after the last `config.answer_after`, if
-    set, equals the reference answer, but for surrounding white space and thousands separators, else
-    0.0.
+    """Make the verifier `exact_match`: 1.0 if the text after the last `config.answer_after` equals
+    the reference answer, but for surrounding white space and thousands separators, else 0.0.
     """
     marker = config.answer_after
 
@@ -50,7 +48,7 @@ def exact_match(config: EnvironmentConfig) -> Verifier:
 
 
 def no_verifier(config: EnvironmentConfig) -> Verifier:
-    """Make the verifier `none`: 0.0 for every response, where reward models alone score."""
+    """Make the verifier `none`: always 0.0, where reward models alone score."""
 
     async def verify(prompt: Prompt, response: str) -> float:
         return 0.0
@@ -78,8 +76,8 @@ OTHER_SESSIONS = f"one of {', '.join(lookup.SESSIONS)}, or to "
 
 
 def import_built_in(config: EnvironmentConfig) -> None:
-    """Import the recipe's built-in verifiers before the folders of the user's files are on
-    `sys.path`: a file there may hide a library.
+    """Import the recipe's built-in verifiers before files of the user's, which may hide a library,
+    are on `sys.path`.
     """
     others = {entry.length.verifier for entry in config.named_parts.values()}
     for name in {*named(config), *others} & VERIFIERS.keys():
@@ -188,9 +186,9 @@ def load_verifier(
     config: EnvironmentConfig, functions: Mapping[str, RewardFunction] | None = None
 ) -> Verifier:
     """Make the function that scores responses in a worker process: the recipe's verifier, the
-    weighted sum of its reward functions, or with a mixture the verifier that the prompt names.
-    Reward servers are left out; if only servers score, every score is 0. `functions`: of
-    `load_functions`; None: load them. Raises `ValueError` as it does.
+    weighted sum of its reward functions, or of a mixture the one that the prompt names. Reward
+    servers are left out; if only servers score, it returns 0. `functions`: of `load_functions`;
+    None: load them. Raises `ValueError` as it does.
     """
     functions = load_functions(config) if functions is None else functions
     if config.mixture:
@@ -225,7 +223,6 @@ def load_verifier(
 
 
 def _by_name(config: EnvironmentConfig, functions: Mapping[str, RewardFunction]) -> Verifier:
-    """A verifier that scores each response with the named verifier of its prompt."""
     verifiers: dict[str, Verifier] = {}
     for name, entry in config.named_parts.items():
         try:
@@ -277,8 +274,8 @@ def _load_one(
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
     """{reward function as the recipe writes it: a short name for metrics}, no two alike: its name,
-    with as much of the path before it as tells equal names apart; of a server the host, if need be
-    with port and path.
+    with as much of the path as tells equal names apart; of a server the host, if need be with port
+    and path.
     """
     short = {name: name for name in names if ":" not in name}
     for parts in range(max((len(Path(name).parts) for name in names), default=0) + 1):

@@ -73,7 +73,6 @@ def read_request(body: bytes) -> list[Sample]:
 
 
 def _member(tree: Any, key: str, kind: type, where: str) -> Any:
-    """`tree[key]`. Raises `BadMessage` if `tree` is no object with a `key` of type `kind`."""
     value = tree.get(key) if isinstance(tree, dict) else None
     if type(value) is not kind:
         raise BadMessage(f'{where} has no "{key}" of type {kind.__name__}')
@@ -127,6 +126,5 @@ def _read(body: bytes | str, what: str = "") -> Any:
 
 
 def _start(body: bytes | str) -> str:
-    """The first characters of a message, on one line."""
     text = body if isinstance(body, str) else body.decode(errors="replace")
     return repr(shortened(text, 200))

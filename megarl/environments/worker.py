@@ -439,7 +439,6 @@ class Host:
     async def _call(
         self, function: Callable[..., Any], *arguments: Any, setting: str = "time_limit_s"
     ) -> Any:
-        """What a function of the user returns within `environment.<setting>` seconds."""
         limit_s = getattr(self._config, setting)
         late = f"no reply within environment.{setting} = {limit_s:g} s"
         return await self._calls.run(function, arguments, limit_s, late)
@@ -466,7 +465,6 @@ class Host:
 
 
 def _said(error: BaseException) -> str:
-    """An error of the user's code in one line; its own text may fail."""
     name = type(error).__name__
     try:
         return f"{name}: {error}"

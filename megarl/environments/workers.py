@@ -4,13 +4,13 @@
     Workers.begin(key, prompt), .step(key, token_ids) -> Outcome            always in the same one
 
 A process that ends, sends anything but replies, or does not answer in time is killed with all that
-it has started, and replaced.
+it has started, and replaced; if that fails, the run ends.
 
 A process calls one plain verifier at a time; one that hangs, even in C code, costs its process and
-its own sample. If the process ends during a call, the call is repeated once in a new process: an
-earlier call may have left behind what ended it. Of `async` verifiers a process runs up to
-`environment.concurrency` calls; if one ends the process, all are repeated, one at a time in a
-process of their own, so that only that call fails.
+its own sample. A call during which its process ends is repeated once in a new one: an earlier call
+may have left behind what ended it. Of `async` verifiers a process runs up to
+`environment.concurrency` calls; if it ends, all are repeated, one at a time in a process of their
+own, so that only the call that ends it fails.
 
 Sessions run concurrently. A late call costs its own rollout, a process that one call keeps from
 answering those of all its sessions. So does one that ends, but these can be made again
@@ -68,13 +68,13 @@ DECODE_TRIES = 3
 
 @dataclass(eq=False)
 class WorkerLost(Exception):
-    """Raised to the caller of a request whose process ended before it replied."""
+    """Raised to the caller of a request that has no reply."""
 
     failure: Literal["error", "timeout", "response_limit"]
     message: str
     """Continues a sentence about the process."""
     calls: int = 1
-    """Requests that waited for a reply."""
+    """Requests that waited."""
     by_itself: bool = False
     """Whether the process ended, closed its channel or sent no reply."""
 
@@ -83,7 +83,7 @@ class WorkerLost(Exception):
 
 
 class Worker:
-    """One worker process and the requests that it has not answered; for one event loop."""
+    """One worker process and its open requests; for one event loop."""
 
     beats = False
     """Whether the process sends a sign of life every 0.5 s, as for `async` functions and sessions,
@@ -111,14 +111,13 @@ class Worker:
         self._ending = os.pidfd_open(self.process.pid)
         """Readable once the process has ended."""
         self._has_ended = asyncio.Event()
-        """Set once the process has ended, or is to be."""
+        """Set once the process has ended, or is to end."""
         self._writer: asyncio.Future[asyncio.StreamWriter] = asyncio.Future()
         self.waiting: dict[int, tuple[asyncio.Future[Reply | WorkerLost], float]] = {}
-        """{number of a request: (future of its reply, time limit in seconds)}"""
+        """{number of a request: (future of its reply, its limit in seconds)}"""
         self._last = secrets.randbits(62)
         """Number of the last request. User code should not guess one."""
         self.lost: WorkerLost | None = None
-        """Why the process is gone; None while it runs."""
         self.retires = False
         """Whether the process asked to be replaced."""
         self._heard_at = time.monotonic()
@@ -126,9 +125,8 @@ class Worker:
 
     async def load(self, codec: Codec | None, sources: Sources, within_s: float | None) -> Reply:
         """Make the process load the recipe's code; returns as
-        `megarl.environments.worker.Host.load`. Raises `ValueError`, with advice, if that fails or
-        takes more than `within_s` seconds; None: two minutes, or a longer
-        `environment.load_limit_s`.
+        `megarl.environments.worker.Host.load`. Raises `ValueError`, with advice, after an error or
+        `within_s` seconds; None: two minutes, or a longer `environment.load_limit_s`.
         """
         config = self._config
         # In a run the engines may start at the same time and take every core.
@@ -178,7 +176,6 @@ class Worker:
         return reply
 
     def _computed_s(self) -> float:
-        """Seconds of CPU time that the process and its descendants have used."""
         used = 0.0
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(self.process.pid)
@@ -260,8 +257,8 @@ class Worker:
             self.lose(WorkerLost("timeout", f"{cause}; an async function must wait, not compute"))
 
     def how_it_ended(self) -> str:
-        """ "ended with exit code 1" and such; "" while it runs. Not reaped, so that its id is not
-        used again before `kill`.
+        """ "ended with exit code 1"; "" while it runs. Not reaped: its id is not used again before
+        `kill`.
         """
         status = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if status is None:
@@ -287,9 +284,7 @@ class Workers:
     """
 
     def __init__(self, config: EnvironmentConfig, codec: Codec | None) -> None:
-        """`codec`: None if all responses are texts. Raises `ValueError` if a file of the user's is
-        missing.
-        """
+        """Raises `ValueError` if a file of the user's is missing."""
         self._config, self._codec = config, codec
         self.files = UserFiles(own_files(config))
         self.places: list[Worker | None] = [None] * (config.num_workers + 1)
@@ -301,11 +296,11 @@ class Workers:
         self._overlaps: bool | None = None
         """Whether a process makes several calls at a time; None before one has loaded."""
         self.tools: list[dict[str, Any]] = []
-        """The recipe's tools, in OpenAI's format; empty before a process has loaded."""
+        """In OpenAI's format; empty before a process has loaded."""
         self.forms: dict[str, str] = {}
-        """{reward function: its form in words}, of TRL's or verl's form."""
+        """{reward function in TRL's or verl's form: that form in words}"""
         self._homes: dict[str, Worker] = {}
-        """{key of a rollout: the process that runs its session}"""
+        """{rollout: the process that runs its session}"""
         self._alive: set[Worker] = set()
         self._asked: set[asyncio.Task[Reply]] = set()
         self._closed = False
@@ -318,7 +313,8 @@ class Workers:
         self, prompt: Prompt, response: str | np.ndarray, num_tokens: int | None = None
     ) -> Outcome:
         """Score one response, a text or token ids [T] int32. Raises `ValueError` if the verifier
-        cannot be loaded, `RuntimeError` after `close`. `num_tokens`: generated; None: count them.
+        cannot be loaded, `RuntimeError` after `close`. `num_tokens`: generated; None: they are
+        counted.
         """
         limit_s = self._config.time_limit_s
         call = self._anywhere("judge", prompt, response, num_tokens, limit_s=limit_s)
@@ -383,7 +379,6 @@ class Workers:
             task.exception()  # or Python complains of one that nobody awaits any more
 
     async def _at_home(self, command: str, key: str, argument: Any) -> Reply:
-        """The reply of the process that runs the session of rollout `key`."""
         config, reply = self._config, dict[str, Any]()
         limit_s = config.start_limit_s if command == "begin" else config.time_limit_s
         worker = self._homes.get(key)
@@ -400,9 +395,7 @@ class Workers:
                 self._settle(worker)
 
     async def _anywhere(self, *message: Any, limit_s: float) -> Reply:
-        """The reply of any process. The request is repeated, once, where another call may be why it
-        failed.
-        """
+        """The reply of any process; repeated, once, where another call may be why it failed."""
         async with self._room:
             places = range(len(self._busy))
             slot = min(places, key=lambda slot: (self._busy[slot], self.places[slot] is None))
