@@ -4,8 +4,8 @@ made it is killed, the next run of the same user does that.
 
     run_folder --MEGARL_FOLDER, TMPDIR--> every process of the run --> files, sockets, shared memory
 
-Any user may use any name in /tmp. A folder is removed only if it is a folder, not a link, of this
-user and with mode 700, and no process holds its lock.
+Any user may use any name in /tmp. Removed is only a folder, no link, of this user with mode 700,
+whose lock no process holds.
 """
 
 from __future__ import annotations
@@ -29,21 +29,20 @@ PLACE = Path("/tmp")
 """Where the folders are made. Not TMPDIR: the path of a socket may have 107 characters."""
 NAME = re.compile(r"megarl-\d+-[0-9a-f]{8}")
 MARK = "MEGARL_FOLDER"
-"""Environment variable of every process of a run: the path of its temporary folder. The processes
-of a verifier have a further part behind the path."""
+"""Environment variable with the folder's path, in every process of a run; in those of a verifier
+with a further part behind it."""
 SHARED_MEMORY = Path("/dev/shm")
 POLL_S = 0.02
 KILLED_WITHIN_S = 2.0
-"""Seconds for killed processes to disappear; those that a driver holds are left after it."""
+"""Seconds for killed processes to disappear; a driver may hold some for longer."""
 
 
 class PrivateFolder:
     """A temporary folder with mode 700, locked as long as this process lives."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """Make the folder, and clean up after killed runs of this user: end their processes, and
-        remove their folders and shared memory. `path`: the folder, which must not exist; None: a
-        new name in `PLACE`. Raises `UserError` if the folder cannot be made.
+        """Make the folder, and clean up after killed runs of this user. `path`: must not exist;
+        None: a new name in `PLACE`. Raises `UserError` if the folder cannot be made.
         """
         self.path = path or PLACE / f"megarl-{os.getpid()}-{secrets.token_hex(4)}"
         try:
@@ -70,7 +69,7 @@ class PrivateFolder:
 
 def _lock(path: Path, operation: int) -> int:
     """A descriptor that holds the lock of the private folder `path`. Raises `OSError` if there is
-    no such folder or another process holds its lock, `UserError` as `refuse_open` does.
+    none or another process holds its lock, `UserError` as `refuse_open`.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
@@ -93,12 +92,12 @@ def _remove(path: Path, lock: int) -> None:
 
 @contextlib.contextmanager
 def run_folder() -> Iterator[Path]:
-    """A context manager that yields the path of the run's temporary folder, which all processes of
-    the run on this machine share. Within the block, temporary files are made in its `tmp`.
+    """A context manager that yields the path of the run's temporary folder, one for all its
+    processes on this machine. Within the block, temporary files are made there.
 
-    The first process of the run makes the folder; at the end of its block it kills all other
-    processes of the run on this machine, and removes the folder. Raises `UserError` if the folder
-    cannot be made or is open to other users.
+    The first process of the run makes the folder; at the end of its block it kills the run's other
+    processes here, and removes the folder. Raises `UserError` if it cannot be made or is open to
+    other users.
     """
     folder, path = None, Path(os.environ.get(MARK) or "/none")
     if path.is_dir():
@@ -122,9 +121,7 @@ def run_folder() -> Iterator[Path]:
 
 
 def use(path: Path) -> None:
-    """Make this process, and those that it starts, part of the run whose temporary folder is
-    `path`.
-    """
+    """Make this process, and those that it starts, part of the run whose folder is `path`."""
     tmp = path / "tmp"
     tmp.mkdir(mode=0o700, exist_ok=True)
     os.environ |= {MARK: str(path), "TMPDIR": str(tmp)}
@@ -132,7 +129,7 @@ def use(path: Path) -> None:
 
 
 def shared_name() -> str:
-    """A new name for shared memory (/dev/shm) of the run, which is removed with its folder."""
+    """A new name for shared memory (/dev/shm), which is removed with the run's folder."""
     return f"{Path(os.environ.get(MARK) or 'megarl').name}-{secrets.token_hex(8)}"
 
 
@@ -150,9 +147,7 @@ def refuse_open(path: Path) -> None:
 
 
 def kill_marked(mark: str) -> None:
-    """Kill (SIGKILL) the processes that `marked_processes` lists, until none is left or 2 seconds
-    have passed.
-    """
+    """Kill (SIGKILL) the `marked_processes` until none is left or 2 seconds have passed."""
     deadline = time.monotonic() + KILLED_WITHIN_S
     while (pids := marked_processes(mark)) and time.monotonic() < deadline:
         for pid in pids:
@@ -162,8 +157,8 @@ def kill_marked(mark: str) -> None:
 
 
 def marked_processes(mark: str) -> list[int]:
-    """Ids, sorted, of the running processes whose MEGARL_FOLDER is `mark` or a path below it, and
-    of all their descendants; without this process and its ancestors.
+    """Ids, sorted, of the running processes whose MEGARL_FOLDER is `mark` or below it, with their
+    descendants; without this process and its ancestors.
     """
     import psutil
 
