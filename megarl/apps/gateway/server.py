@@ -64,7 +64,7 @@ MOST_TOLD = 32
 """Types of tools of which is told that the model is not shown them."""
 
 
-class Rollout(Protocol):
+class OpenRollout(Protocol):
     """What the gateway uses of an `AgentSession`."""
 
     open: int
@@ -80,7 +80,7 @@ class Agents(Protocol):
     markup: TurnMarkup
 
     @property
-    def sessions(self) -> Mapping[str, Rollout]: ...
+    def sessions(self) -> Mapping[str, OpenRollout]: ...
 
     async def beside(self, function: Callable[..., Any], *arguments: Any) -> Any: ...
 
@@ -212,7 +212,7 @@ class Gateway:
             error = ApiError(f"the gateway failed: {one!r:.500}", status=500)
         await _json(form.error(error), error.status)(request.scope, request.receive, send)
 
-    async def _answer(self, form: Form, request: Request, session: Rollout, send: Send) -> None:
+    async def _answer(self, form: Form, request: Request, session: OpenRollout, send: Send) -> None:
         async with session.reading:
             asked = await self._read(form, request)
         self._check_model(asked.model)
@@ -291,7 +291,7 @@ class Gateway:
         except ValueError as error:
             raise ApiError(str(error), param="messages") from None
 
-    def _session(self, request: Request) -> Rollout:
+    def _session(self, request: Request) -> OpenRollout:
         """The session whose key the request has."""
         for name in ("x-api-key", "authorization"):
             token = request.headers.get(name, "").removeprefix("Bearer ").strip()
