@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Turn = dict[str, Any]
-"""A message of a chat: a dict with role, content, and what else the row has (tool_calls, ...)."""
+"""A message of a chat: role, content, and what else the row has (tool_calls, ...)."""
 Variables = Mapping[str, Any]
-"""{name: value} of further variables that a template reads, such as {enable_thinking: False}."""
+"""{name: value} of further variables of a template, such as {enable_thinking: False}."""
 Tools = Sequence[dict[str, Any]]
-"""Tools that a model may call, in OpenAI's format."""
+"""In OpenAI's format."""
 
 OTHER = " another text"
 """Appended to a text to see whether a template writes it."""
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
 """Variables that a template gets of a chat itself."""
 TAGS = ("<think>", "</think>")
-"""The tags around a model's thoughts where the chat template names none."""
+"""Tags around a model's thoughts where the chat template names none."""
 CLOSING = re.compile(
     r"([<\[\u25c1])/((?:\w+:)?(?:think|thinking|thoughts?|reason|reasoning))([>\]\u25b7])",
     re.IGNORECASE,
@@ -51,33 +51,32 @@ def end_of_turn(
     *,
     is_last: bool = False,
 ) -> int:
-    """Id of the token with which the assistant's turns end, in training data and in rollouts: the
-    special token that the tokenizer's chat template writes behind a turn of the assistant, and of
-    several the one that ends a user's turn too. It is the tokenizer's end-of-sequence token without
-    a chat template, with `template` 'none' (texts that no template wraps), or if the template
-    writes no such token. `variables`: {name: value} that the chat template reads.
-    `is_last`: of the last turn of a conversation, which may end with another token.
+    """Id of the token with which the assistant's turns end, in training and in rollouts: the
+    special token that the chat template writes behind a turn, preferably one that also ends a
+    user's turn. It is the end-of-sequence token without a chat template, with `template` 'none', or
+    if the template writes no such token. `is_last`: of the last turn of a conversation, which may
+    end with another token.
 
-    Raises `ValueError` if there is no such token and no end-of-sequence token.
+    Raises `ValueError` if there is neither.
     """
-    found = tokenizer.eos_token_id
+    token_id = tokenizer.eos_token_id
     if template != "none" and tokenizer.chat_template:
         ends = ChatTemplate(tokenizer, variables, control_tokens=True).ends
         end = (is_last and ends.chat) or ends.turn
-        found = tokenizer.convert_tokens_to_ids(end) if end else found
+        token_id = tokenizer.convert_tokens_to_ids(end) if end else token_id
     require(
-        found is not None,
+        token_id is not None,
         "the tokenizer has no end-of-sequence token to end a response with; set its eos_token",
     )
-    return int(found)  # pyright: ignore[reportArgumentType]
+    return int(token_id)  # pyright: ignore[reportArgumentType]
 
 
 def ends_of_turns(
     tokenizer: PreTrainedTokenizerBase, template: TemplateName, variables: Variables | None = None
 ) -> list[int]:
     """Ids of all tokens at which a turn of the assistant stops: `end_of_turn` first, then those
-    that the chat template writes behind its calls and at the end of a conversation. One that the
-    template also writes inside a turn, behind its thoughts, is left out.
+    behind its calls and at the end of a conversation. A token that the template also writes inside
+    a turn, behind its thoughts, is left out.
     """
     end = end_of_turn(tokenizer, template, variables)
     if template == "none" or not tokenizer.chat_template:
@@ -85,23 +84,22 @@ def ends_of_turns(
     ends = ChatTemplate(tokenizer, variables, control_tokens=True).ends
     known: Any = tokenizer.convert_tokens_to_ids([ends.call, ends.chat])
     inner = end if ends.is_inside else None
-    found = [one for one in dict.fromkeys([end, *known]) if one not in (None, inner)]
-    return found or [end]
+    token_ids = [token for token in dict.fromkeys([end, *known]) if token not in (None, inner)]
+    return token_ids or [end]
 
 
 def turn_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """Texts of the control tokens that open and end turns; without a chat template, or of one that
-    cannot be rendered, those that begin and end texts.
+    """Texts of the control tokens that open and end turns; those that begin and end texts if there
+    is no chat template, or it cannot be rendered.
     """
     return ChatTemplate(tokenizer, control_tokens=True).turn_tokens
 
 
 def without_end(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], end: int) -> list[str]:
-    """The responses `texts` without end tokens, written as text, at their end: the token id `end`,
-    which ends a turn, and the end-of-sequence token, each as often as it stands there, with white
-    space behind it.
+    """`texts` without the end tokens that are spelled at their ends: the token id `end` and the
+    end-of-sequence token, repeated, with white space behind them.
     """
-    known: Any = [one for one in (end, tokenizer.eos_token_id) if one is not None]
+    known: Any = [token_id for token_id in (end, tokenizer.eos_token_id) if token_id is not None]
     ends = "|".join(re.escape(name[::-1]) for name in tokenizer.convert_ids_to_tokens(known))
     # Backwards, or a text of many such tokens that ends otherwise would take hours.
     at_end = re.compile(rf"(?:\s*(?:{ends}))*")
@@ -109,19 +107,17 @@ def without_end(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], end: i
 
 
 def tags_of(chat_template: object) -> tuple[str, str]:
-    """(opening, closing) tag around a model's thinking, such as ("<think>", "</think>"), read from
-    the text of a chat template; these two if the template names none or is no text.
+    """(opening, closing) tag around a model's thoughts that a chat template names; `TAGS` if it
+    names none or is no text.
     """
-    found = CLOSING.search(chat_template) if isinstance(chat_template, str) else None
-    return (f"{found[1]}{found[2]}{found[3]}", found[0]) if found else TAGS
+    match = CLOSING.search(chat_template) if isinstance(chat_template, str) else None
+    return (f"{match[1]}{match[2]}{match[3]}", match[0]) if match else TAGS
 
 
 class ChatTemplate:
-    """The chat template of `tokenizer` with fixed `variables`, {name: value} that it reads. Renders
-    chats (`text`); splits a chat that ends with the assistant into prompt and answer (`reply`, and
-    `answered`, which raises where the two cannot be split); and checks that the template writes all
-    content of a chat (`check_whole`). `setting`: the section of the recipe, such as "prompts", for
-    messages.
+    """The chat template of a tokenizer, with fixed variables. Renders chats, splits a chat that
+    ends with the assistant into prompt and answer, and checks that the template writes all content
+    of a chat.
     """
 
     def __init__(
@@ -132,51 +128,44 @@ class ChatTemplate:
         *,
         control_tokens: bool = False,
     ) -> None:
-        """`variables`: {name: value} that the template reads. `setting`: the section of the recipe
-        whose `template_variables` these are, for messages. `control_tokens`: text in a chat that
-        spells a control token is one; otherwise `text` marks it (see `megarl.data.control_tokens`).
+        """`setting`: the section of the recipe whose `template_variables` these are, for messages.
+        `control_tokens`: text in a chat that spells a control token is one; otherwise `text` marks
+        it (see `megarl.data.control_tokens`).
         """
         self.tokenizer, self.variables, self.setting = tokenizer, dict(variables or {}), setting
         self._control = None if control_tokens else ControlTokens.of(tokenizer)
         self._written: set[tuple[Any, ...]] = set()
         """Shapes of turns (see `_shape`) of which the template leaves nothing out."""
         self.num_unopened = 0
-        """Replies so far whose thoughts are written otherwise than their prompts begin them."""
 
     @functools.cached_property
     def _added(self) -> tuple[str, ...]:
-        """Texts of the tokenizer's added tokens, all special tokens among them."""
+        """Texts of the tokenizer's added tokens."""
         known = (token.content for token in self.tokenizer.added_tokens_decoder.values())
         return tuple(filter(str.strip, known))
 
     def _unended(self, chat: Sequence[Turn]) -> list[Turn]:
-        """A chat whose turns of the model do not end with the token that the template writes behind
-        them; see `without_end`.
-        """
-        found = list(chat)
-        for number, turn in enumerate(found):
-            said = turn.get("content")
+        """A chat whose turns of the model have lost their end tokens; see `without_end`."""
+        turns = list(chat)
+        for number, turn in enumerate(turns):
+            content = turn.get("content")
             is_own = turn.get("role") == "assistant"  # that token is text in what others write
-            if is_own and isinstance(said, str) and said.rstrip().endswith(self._added):
+            if is_own and isinstance(content, str) and content.rstrip().endswith(self._added):
                 end: Any = self.tokenizer.convert_tokens_to_ids(self._end)
-                found[number] = turn | {"content": without_end(self.tokenizer, [said], end)[0]}
-        return found
+                turns[number] = turn | {"content": without_end(self.tokenizer, [content], end)[0]}
+        return turns
 
     @functools.cached_property
     def _end(self) -> str:
-        """Text of the token that ends a turn of the model."""
         end = end_of_turn(self.tokenizer, "chat", self.variables)
         return str(self.tokenizer.convert_ids_to_tokens(end))
 
     @functools.cached_property
     def ends(self) -> TurnEnds:
-        """The tokens with which turns of the model end, read from rendered conversations."""
         return TurnEnds.of(self.text_or_none, self.tokenizer)
 
     def check_variables(self) -> None:
-        """Raise `ValueError` if the template does not read one of the variables that were given to
-        this object.
-        """
+        """Raise `ValueError` if the template does not read one of `variables`."""
         unread = sorted(set(self.variables) - set(self._reads)) if self.variables else []
         named = f"{self.setting}.template_variables"
         require(
@@ -193,9 +182,9 @@ class ChatTemplate:
         import jinja2.meta
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
-        found: Any = self.tokenizer.chat_template
+        templates: Any = self.tokenizer.chat_template
         names: set[str] = set()
-        for text in found.values() if isinstance(found, dict) else [found]:
+        for text in templates.values() if isinstance(templates, dict) else [templates]:
             try:
                 environment = _compile_jinja_template(text).environment
                 names |= jinja2.meta.find_undeclared_variables(environment.parse(text))
@@ -205,8 +194,8 @@ class ChatTemplate:
         return sorted(names - GIVEN - set(self.tokenizer.SPECIAL_TOKENS_ATTRIBUTES))
 
     def _as_text(self, turn: Turn) -> Turn:
-        """A turn whose texts spell no control token; of the model's turns only none that opens or
-        ends one.
+        """A turn whose texts spell no control token; in the model's turns, none that opens or ends
+        a turn.
         """
         if self._control is None:
             return turn
@@ -215,20 +204,18 @@ class ChatTemplate:
 
     @functools.cached_property
     def turn_tokens(self) -> set[str]:
-        """Texts of the control tokens that open and end turns."""
         asked, answer = {"role": "user", "content": HEARD}, {"role": "assistant", "content": SAID}
-        found = {str(one) for one in (self.tokenizer.bos_token, self.tokenizer.eos_token) if one}
+        names = {str(name) for name in (self.tokenizer.bos_token, self.tokenizer.eos_token) if name}
         for chat in ([asked, answer, asked], [asked, answer], [asked]):
             with contextlib.suppress(Exception):  # templates raise what they like
-                found |= {*ControlTokens.of(self.tokenizer).within(self._rendered(chat, asks=True))}
-        return found - {*tags_of(self.tokenizer.chat_template)}
+                names |= {*ControlTokens.of(self.tokenizer).within(self._rendered(chat, asks=True))}
+        return names - {*tags_of(self.tokenizer.chat_template)}
 
     def text(self, chat: Sequence[Turn], place: str, *, asks: bool, tools: Tools = ()) -> str:
-        """Render a chat, a list of turns {role, content, ...}, as the model reads it, special
-        tokens included. `asks`: end where the assistant's reply begins. `tools`: shown to the
-        model, in OpenAI's format. A token that ends a turn is not doubled where a turn's content
-        ends with it already. The text is marked. Raises `ValueError`, which begins with `place`
-        (the row), if the template refuses the chat.
+        """Render a chat as the model reads it, special tokens included; the text is marked. `asks`:
+        end where the assistant's reply begins. An end token that a turn's content spells is not
+        doubled. Raises `ValueError`, which begins with `place` (the row), if the template refuses
+        the chat.
         """
         chat, shown = [*map(self._as_text, self._unended(chat))], list(tools)
         shown = self._control.all_as_text(shown) if self._control is not None else shown
@@ -275,16 +262,15 @@ class ChatTemplate:
         )
 
     def around_reply(self) -> tuple[str, str]:
-        """What the template writes around a turn of the user that replies to the model: (from
-        behind the token that ends the model's turn to the user's text, from there to where the next
-        turn of the model begins). Raises `ValueError` if the template refuses such a chat, or
-        leaves one of the two turns out.
+        """What the template writes around a user's turn that replies to the model: (from behind the
+        token that ends the model's turn to the user's text, from there to the model's next turn).
+        Raises `ValueError` if the template refuses such a chat, or leaves out one of the two turns.
         """
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SAID}]
         text = self.text([*chat, {"role": "user", "content": HEARD}], self.setting, asks=True)
-        before, found, after = text.partition(SAID)[2].partition(HEARD)
+        before, separator, after = text.partition(SAID)[2].partition(HEARD)
         require(
-            found,
+            separator,
             f"{self.setting}: the chat template does not write a turn of the user behind one of the"
             " model; use another one, or set a template of 'none'",
         )
@@ -298,46 +284,43 @@ class ChatTemplate:
         return text is not None and f" {HEARD} " not in text
 
     def reply(self, chat: Sequence[Turn], place: str, tools: Tools = ()) -> tuple[str, str | None]:
-        """Render a chat whose last turn is the assistant's as (prompt, answer). The prompt ends
-        where the reply begins; the answer goes up to the token that ends the turn. The two joined
-        are what the template renders for the whole chat, except in this case: the prompt ends with
-        an opening tag of thoughts (`<think>`), and the finished reply is rendered without its
-        thoughts. Then the answer is what the model has to write after the tag; of a reply without
-        thoughts the prompt ends before the tag. The answer is None if the template renders the
-        earlier turns differently once the reply follows them. Raises `ValueError`, which begins
-        with `place` (the row), if the template refuses the chat.
+        """Render a chat whose last turn is the assistant's as (prompt, answer): the prompt ends
+        where the reply begins, the answer with the token that ends the turn. Joined, they are the
+        text of the whole chat, except where the prompt ends with an opening tag of thoughts
+        (`<think>`) and finished replies are written without thoughts. Then the answer is what the
+        model has to write after the tag; of a reply without thoughts the prompt ends before the
+        tag. The answer is None if the template renders the earlier turns differently once the reply
+        follows. Raises as `text`.
         """
         chat = self._unended(chat)
         before = self.text(chat[:-1], place, asks=True, tools=tools)
         after = self.text(chat, place, asks=False, tools=tools)
-        said = str(self._as_text(chat[-1])["content"] or "")
+        text = str(self._as_text(chat[-1])["content"] or "")
         stem, tag, gap = self._opened(before)
         more = set(chat[-1]) - {"role", "content", "tool_calls"}  # such as thoughts by themselves
         tags = tags_of(self.tokenizer.chat_template)
         if after.startswith(before):
             answer = self._closed(after[len(before) :], chat[-1])
             counts = [(tag + answer).count(tags[0]), answer.count(tags[1])]
-            is_once = counts == [max(1, said.count(tags[0])), said.count(tags[1])]
-            if not tag or more or tags[1] not in said or is_once:
+            is_once = counts == [max(1, text.count(tags[0])), text.count(tags[1])]
+            if not tag or more or tags[1] not in text or is_once:
                 return before, answer
-        elif stem != before and after.startswith(stem) and (more or not tag or tags[1] not in said):
+        elif stem != before and after.startswith(stem) and (more or not tag or tags[1] not in text):
             self.num_unopened += 1
             return stem, self._closed(after[len(stem) :], chat[-1])
-        elif not tag or more or tags[1] not in said:
+        elif not tag or more or tags[1] not in text:
             return before, None
         whole = [*chat[:-1], chat[-1] | {"content": SAID}]
         head, _, rest = self.text(whole, place, asks=False, tools=tools).rpartition(SAID)
         if not head.startswith(stem):
             return before, None
-        if said.lstrip().startswith(tag):
-            said = said.lstrip().removeprefix(tag).removeprefix(gap)
-        return before, said + self._closed(rest, chat[-1])
+        if text.lstrip().startswith(tag):
+            text = text.lstrip().removeprefix(tag).removeprefix(gap)
+        return before, text + self._closed(rest, chat[-1])
 
     def answered(self, chat: Sequence[Turn], place: str, tools: Tools = ()) -> tuple[str, str]:
-        """Render a chat whose last turn is the assistant's as (prompt, answer up to the token that
-        ends the turn), as `reply` does. Raises `ValueError`, which begins with `place` (the row),
-        if the template refuses the chat, does not write all of its content, or renders the earlier
-        turns differently once the reply follows them.
+        """As `reply`, but never None: raises `ValueError` instead, and also if the template does
+        not write all of the chat.
         """
         before, answer = self.reply(chat, place, tools)
         self.check_whole(chat, place, tools)
@@ -349,27 +332,24 @@ class ChatTemplate:
         return before, str(answer)
 
     def _closed(self, text: str, turn: Turn) -> str:
-        """What the template writes of `turn`, the model's, up to the last token that ends it. Where
-        it is the next turn that begins with this token, it is added.
+        """What the template writes of the model's `turn`, up to the last token that ends it. Where
+        this token begins the next turn, it is added.
         """
         known = (self.ends.turn, self.ends.call, self.ends.chat)
-        stops = [text.rfind(one) + len(one) for one in known if one and one in text]
+        stops = [text.rfind(end) + len(end) for end in known if end and end in text]
         if stops or not self.ends.turn:
             return text[: max(stops, default=len(text))]
         return text + (self.ends.call_closing if turn.get("tool_calls") else self.ends.closing)
 
     def inside(self, text: str) -> str:
-        """A conversation that ends with a turn of the model, as the template writes its end where
-        further turns follow.
-        """
+        """A conversation that ends with the model's turn, ended as where further turns follow."""
         if not self.ends.chat or not text.endswith(self.ends.chat):
             return text
         return text.removesuffix(self.ends.chat) + self.ends.closing
 
     def _opened(self, before: str) -> tuple[str, str, str]:
-        """(what stands before it, the tag, the white space behind it) of the tag at the end of
-        `before` that opens a reply's thoughts. The tag is empty if there is none, or it is closed,
-        around empty thoughts.
+        """Split `before` at an opening tag of thoughts at its end: (text before the tag, tag, white
+        space behind it). The tag is empty if there is none, or it is closed around empty thoughts.
         """
         opening, closing = tags_of(self.tokenizer.chat_template)
         stem, tag, gap = before.rpartition(opening)
@@ -378,12 +358,11 @@ class ChatTemplate:
         return (before, "", "") if gap.strip() else (stem, tag, gap)
 
     def check_whole(self, chat: Sequence[Turn], place: str, tools: Tools = ()) -> None:
-        """Raise `ValueError`, which begins with `place` (the row), if the template does not write
-        the tools or some value in a turn of the chat. A value counts as not written if the rendered
-        text stays the same when it is changed.
+        """Raise `ValueError`, which begins with `place` (the row), if the rendered text does not
+        depend on the tools or on some value in a turn.
 
-        The template may leave out the `name` and `tool_call_id` of tool results, provided that the
-        results stand in the order of the calls.
+        The template may leave out `name` and `tool_call_id` of tool results that stand in the order
+        of the calls.
         """
         fix = "remove it from the data, or use a chat template that writes it"
         if tools and () not in self._written:
@@ -413,8 +392,8 @@ class ChatTemplate:
                 self._written.add(shape)
 
     def _writes(self, key: str, chat: Sequence[Turn], number: int, tools: Tools) -> bool:
-        """Whether the text of the chat, or of its part that ends with turn `number`, depends on the
-        value of that turn's `key`. An error of the template counts as a text.
+        """Whether the text of the chat, or of its turns up to `number`, depends on that turn's
+        `key`. An error of the template counts as a text.
         """
         changed = [*chat]
         changed[number] = _changed(chat[number], key)
@@ -424,9 +403,7 @@ class ChatTemplate:
         )
 
     def text_or_none(self, chat: Sequence[Turn], tools: Tools = ()) -> str | None:
-        """Render a whole chat, a list of turns {role, content, ...}, with its tools; None if the
-        template refuses it.
-        """
+        """Render a whole chat; None if the template refuses it."""
         try:
             return self.text(chat, "", asks=False, tools=tools)
         except ValueError:
@@ -439,8 +416,8 @@ def _parts(content: str | None) -> list[dict[str, str]]:
 
 
 def _forms(chat: Sequence[Turn]) -> list[list[Turn]]:
-    """Forms of one chat, one of which a template reads. Some add contents as texts, and stop at
-    null beside calls or write "None"; some add the arguments of calls as texts, and stop at an
+    """Forms of one chat, one of which a template reads. Some templates add contents as texts, and
+    fail at null beside calls or write "None"; some add arguments of calls as texts, and fail at an
     object.
     """
     forms = [list(chat)]
@@ -456,13 +433,12 @@ def _is_null(turn: Turn) -> bool:
 
 
 def _with_text_arguments(turn: Turn) -> Turn:
-    """A turn whose calls have the text of their arguments' JSON."""
     calls: list[Any] = []
     for call in turn.get("tool_calls") or ():
         inner = call.get("function", call)
         text = json.dumps(inner.get("arguments"), ensure_ascii=False)
-        made = inner if isinstance(inner.get("arguments"), str) else inner | {"arguments": text}
-        calls.append(call | {"function": made} if "function" in call else made)
+        function = inner if isinstance(inner.get("arguments"), str) else inner | {"arguments": text}
+        calls.append(call | {"function": function} if "function" in call else function)
     return turn | {"tool_calls": calls} if calls else turn
 
 
@@ -481,12 +457,12 @@ def _changed(turn: Turn, key: str) -> Turn:
         return turn | {key: value + OTHER}
     if isinstance(value, list) and len(value) > 1:
         return turn | {key: value[:-1]}
-    return {name: one for name, one in turn.items() if name != key}
+    return {name: item for name, item in turn.items() if name != key}
 
 
 def _check_results_in_order(chat: Sequence[Turn], number: int, place: str) -> None:
-    """Raise `ValueError` if the result of a call, turn `number`, does not stand where its call
-    does among the calls of the turn before the results.
+    """Raise `ValueError` if the call of the result in turn `number` has another position among the
+    calls.
     """
     first = number
     while first > 0 and chat[first - 1]["role"] == "tool":

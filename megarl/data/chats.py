@@ -1,9 +1,6 @@
-"""Chats (lists of {role, content}) of a row.
+"""Chats (lists of {role, content}) of a row: prompts, and whole conversations to imitate.
 
-    row --turns_of--> [{role, content: text}] --conversation--> pieces: what is given, what is
-    trained
-
-They are used as prompts, and as whole conversations to imitate.
+row --turns_of--> [{role, content: text}] --conversation--> pieces (text, whether trained on)
 """
 
 from __future__ import annotations
@@ -22,9 +19,7 @@ if TYPE_CHECKING:
 
 
 def parsed_chat(value: Any) -> Any:
-    """Parse a chat that is stored as JSON text, as in CSV files and some parquet files, to a list
-    of {role, content, ...}. Any other value is returned unchanged.
-    """
+    """A chat that is stored as JSON text, as in CSV files, parsed; other values unchanged."""
     if not (isinstance(value, str) and value.lstrip().startswith("[")):
         return value
     chat = from_json(value)
@@ -36,9 +31,8 @@ def parsed_chat(value: Any) -> Any:
 
 
 def plain_prompt(cells: Cells[Any]) -> str:
-    """The text of the prompt in a row, for a recipe whose `template` is not 'chat'. `cells`: the
-    row, with the section of the recipe that names the prompt's column. Raises `ValueError` if the
-    prompt is a chat, or neither a text nor a number.
+    """The text of a row's prompt where `template` is not 'chat'. Raises `ValueError` if the prompt
+    is a chat, or neither a text nor a number.
     """
     value = parsed_chat(cells.value("prompt_column"))
     cells.require(
@@ -50,14 +44,12 @@ def plain_prompt(cells: Cells[Any]) -> str:
 
 
 def turns_of(cells: Cells[Any], name: str, value: Any = None, *, role: str = "") -> list[Turn]:
-    """The turns of a chat: of the chat `value`, or, if it is None, of that in the column of the row
-    `cells` that the recipe's setting `name` names (such as "prompt_column"). A chat is a list of
-    turns, or its JSON text. Any other text is one turn of `role`, if `role` is given.
+    """The turns of the chat `value`, or of the column that the setting `name` names. A chat is a
+    list of turns, or its JSON text; any other text is one turn of `role`, if that is given.
 
-    Each returned turn is a new dict: `role`, `content` as one text (None beside tool calls alone),
-    and the turn's other keys, but not those with null, [] or {}. A turn's content may be a text, a
-    list of OpenAI content parts ({type: text, text: ...}), which are joined, or null beside tool
-    calls. Raises `ValueError` for anything else.
+    Each turn is a new dict: `role`, `content` as one text (None beside tool calls alone), and its
+    other keys without null, [] and {}. OpenAI's content parts ({type: text, text: ...}) are joined.
+    Raises `ValueError` for anything else.
     """
     value = parsed_chat(cells.value(name) if value is None else value)
     value = [{"role": role, "content": value}] if role and isinstance(value, str) else value
@@ -72,15 +64,15 @@ def turns_of(cells: Cells[Any], name: str, value: Any = None, *, role: str = "")
         "the prompt is neither a text nor a chat (a list of objects with the texts role and"
         f" content); set {cells.setting}.{name} to one that is",
     )
-    found: list[Turn] = []
+    turns: list[Turn] = []
     for turn in value:
-        kept = {key: one for key, one in turn.items() if one not in (None, [], {})}
+        kept = {key: item for key, item in turn.items() if item not in (None, [], {})}
         content = turn.get("content")
         kept["content"] = None if content is None else _text(content, cells)
         if "tool_calls" in kept:
             kept["tool_calls"] = _calls(kept["tool_calls"], cells)
-        found.append(kept)
-    return found
+        turns.append(kept)
+    return turns
 
 
 def _only_calls(turn: dict[str, Any]) -> bool:
@@ -88,10 +80,10 @@ def _only_calls(turn: dict[str, Any]) -> bool:
 
 
 def _calls(calls: Any, cells: Cells[Any]) -> list[dict[str, Any]]:
-    """Tool calls with their arguments as objects, as chat templates expect them; OpenAI's format
-    has the text of their JSON.
+    """Tool calls whose arguments are objects, as chat templates expect them; OpenAI's format has
+    their JSON text.
     """
-    found: list[dict[str, Any]] = []
+    parsed: list[dict[str, Any]] = []
     cells.require(isinstance(calls, list), f"tool_calls is {kind_of(calls)}; make it a list")
     for call in calls:
         inner: Any = call.get("function", call) if isinstance(call, dict) else None
@@ -105,16 +97,15 @@ def _calls(calls: Any, cells: Cells[Any]) -> list[dict[str, Any]]:
             f"the arguments of a call of '{inner['name']}' are neither an object nor the text of"
             " its JSON; mend the row",
         )
-        made = inner | {"arguments": arguments}
-        found.append(call | {"function": made} if "function" in call else made)
-    return found
+        function = inner | {"arguments": arguments}
+        parsed.append(call | {"function": function} if "function" in call else function)
+    return parsed
 
 
 def tools_of(cells: Cells[Any]) -> list[dict[str, Any]]:
-    """The tools that the model is shown with a row, `cells`, as dicts in OpenAI's format, read from
-    the column that the recipe's setting `tools_column` names: a list of objects or the text of its
-    JSON. Empty if the setting or the column is empty, or the row has no column of the default name
-    "tools". Raises `ValueError` for anything else.
+    """A row's tools, in OpenAI's format, from `tools_column`: a list of objects or its JSON text.
+    Empty if the setting or the column is empty, or the default column "tools" is missing. Raises
+    `ValueError` for anything else.
     """
     name, named = cells.config.tools_column, f"{cells.setting}.tools_column"
     cells.require(
@@ -132,9 +123,7 @@ def tools_of(cells: Cells[Any]) -> list[dict[str, Any]]:
 
 
 def from_json(value: Any) -> Any:
-    """Parse a text as JSON. A value that is no text, or text that is no JSON, is returned
-    unchanged.
-    """
+    """The value of a JSON text; other values and texts unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
@@ -142,20 +131,19 @@ def from_json(value: Any) -> Any:
 
 
 def _text(content: str | list[Any], cells: Cells[Any]) -> str:
-    for part in content if isinstance(content, list) else ():
-        kind = part.get("type") if isinstance(part, dict) else kind_of(part)
+    for item in content if isinstance(content, list) else ():
+        form = item.get("type") if isinstance(item, dict) else kind_of(item)
         cells.require(
-            kind == "text" and isinstance(part.get("text"), str),
-            f"the chat has a content part that is {kind!r}, but only parts {{type: text, text:"
+            form == "text" and isinstance(item.get("text"), str),
+            f"the chat has a content part that is {form!r}, but only parts {{type: text, text:"
             " ...}} are read; drop the row or convert it",
         )
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+    return content if isinstance(content, str) else "".join(item["text"] for item in content)
 
 
 def check_question(chat: Sequence[Turn], cells: Cells[Any]) -> None:
-    """Raise `ValueError` if a chat, a list of turns {role, content}, is no prompt to answer: its
-    last turn is the assistant's, a turn of the user is empty, or all turns are system messages.
-    `cells`: the row, for the message.
+    """Raise `ValueError` if a chat is no prompt to answer: the last turn is the assistant's, a turn
+    of the user is empty, or all turns are system messages.
     """
     cells.require(
         chat[-1]["role"] != "assistant",
@@ -175,9 +163,7 @@ def check_question(chat: Sequence[Turn], cells: Cells[Any]) -> None:
 
 
 def check_reply(turn: Turn, cells: Cells[Any], what: str) -> None:
-    """Raise `ValueError` if an assistant's turn {role, content, ...} has neither text nor tool
-    calls. `what`: the turn in words, and `cells`: the row, for the message.
-    """
+    """Raise `ValueError` if an assistant's turn, called `what`, has neither text nor tool calls."""
     is_there = bool((turn["content"] or "").strip() or turn.get("tool_calls"))
     cells.require(is_there, f"{what} is empty; drop the row or fill it")
 
@@ -185,19 +171,15 @@ def check_reply(turn: Turn, cells: Cells[Any], what: str) -> None:
 def conversation(
     template: ChatTemplate, chat: Sequence[Turn], cells: Cells[Any], tools: Tools = ()
 ) -> list[list[tuple[str, bool]]]:
-    """Render a whole chat by its chat template and cut the text into pieces (text, whether it is
-    trained on): an assistant turn, up to the token that ends it, is trained on, as the template
-    writes it when it is the last one; everything else is given. Returns one list of pieces, or
-    several if the template writes a turn in another way once others follow: a list ends before the
-    first turn whose text does not begin with that of the list. The pieces of a list alternate,
-    begin with one that is given, and end with an assistant turn. `tools`: in OpenAI's format, what
-    the model may call. `cells`: the row, for messages.
+    """Render a whole chat and cut the text into pieces (text, whether it is trained on): an
+    assistant turn, up to its end token and as the template writes it when it is the last, is
+    trained on. The pieces alternate, and begin with one that is not. Returns one list of pieces, or
+    several if the template writes a turn in another way once others follow.
 
-    Raises `ValueError` if a chat has no assistant turn or begins with one, if an assistant turn is
-    empty, if the template leaves something out, or if it renders a prompt differently once the
-    reply follows.
+    Raises `ValueError` if there is no assistant turn or it comes first, if one is empty, if the
+    template leaves something out, or renders a prompt differently once the reply follows.
     """
-    place = cells.place
+    location = cells.place
     replies = [number for number, turn in enumerate(chat) if turn["role"] == "assistant"]
     cells.require(
         bool(replies) and replies[0] > 0,
@@ -205,11 +187,11 @@ def conversation(
     )
     for number in replies:
         check_reply(chat[number], cells, f"turn {number} (from 0), of the assistant,")
-    template.text(chat, place, asks=False, tools=tools)
-    template.check_whole(chat, place, tools)
+    template.text(chat, location, asks=False, tools=tools)
+    template.check_whole(chat, location, tools)
     rows: list[list[tuple[str, bool]]] = [[]]
     for number in replies:
-        before, reply = template.reply(chat[: number + 1], place, tools)
+        before, reply = template.reply(chat[: number + 1], location, tools)
         cells.require(
             reply is not None,
             f"the chat template writes the turns before turn {number} (from 0) in another way once"
@@ -230,14 +212,12 @@ def conversation(
 def conversation_tokens(
     tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[tuple[str, bool]]], ends: list[int]
 ) -> tuple[TokenLists, TokenLists, TokenLists]:
-    """Tokenise conversations, each given as pieces (text, whether it is trained on) that alternate
-    and begin with one that is given, of which `conversation` returns lists. Returns (prompts,
-    responses, masks) with one list per conversation: a prompt is the first piece, a response all
-    that follows, and its mask is 1 for tokens of pieces that are trained on, 0 for others.
+    """Tokenise conversations, each given as pieces of `conversation`. Returns (prompts, responses,
+    masks): a prompt is the first piece, a response all others, its mask 1 for tokens that are
+    trained on.
 
-    Pieces are tokenised separately, because a policy is given the tokens before its reply and
-    samples the others. A last reply gets the first of the token ids `ends`, which end a turn, if
-    the template writes none of them.
+    Pieces are tokenised separately, because a policy is given the tokens before its reply. A last
+    reply gets the first of the token ids `ends` if it ends with none of them.
     """
     texts = [text for pieces in rows for text, _ in pieces]
     encoded = iter(tokenised(tokenizer, texts, add_special_tokens=False))
@@ -248,8 +228,8 @@ def conversation_tokens(
         if parts[-1][-1:] == [] or parts[-1][-1] not in ends:
             parts[-1].append(ends[0])
         prompts.append(prompt)
-        responses.append([token for part in parts for token in part])
+        responses.append([token for ids in parts for token in ids])
         masks.append(
-            [int(one) for part, (_, one) in zip(parts, trained, strict=True) for _ in part]
+            [int(flag) for ids, (_, flag) in zip(parts, trained, strict=True) for _ in ids]
         )
     return TokenLists(prompts), TokenLists(responses), TokenLists(masks)

@@ -1,10 +1,9 @@
-"""Demonstrations for supervised fine-tuning: (prompt, response) rows, or whole conversations,
-checked and tokenised before the run starts.
+"""Demonstrations for supervised fine-tuning: (prompt, response) rows, or whole conversations.
 
     DemonstrationsConfig --load_demonstrations--> DemonstrationList --at(ordinal)--> Demonstration
 
-Prompt and response are tokenised separately, because in generation the prompt's tokens are given,
-and what the policy samples starts with a token of its own.
+Prompt and response are tokenised separately, as in generation, where what the policy samples starts
+with a token of its own.
 """
 
 from __future__ import annotations
@@ -29,10 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class DemonstrationList:
-    """The tokenised demonstrations, (prompt, response) pairs for supervised fine-tuning, of a run,
-    made by `load_demonstrations`. `at(n)` returns the n-th of training as a `Demonstration`, lists
-    of token ids of prompt and response; `len` is the number of demonstrations.
-    """
+    """The tokenised demonstrations of a run; `at(n)` is the n-th of training."""
 
     prompts: TokenLists
     responses: TokenLists
@@ -40,9 +36,9 @@ class DemonstrationList:
     """For each response, 1 for its tokens that are trained on and 0 for others; None: all are."""
     order: Order
     fingerprint: str
-    """Number of rows and xxh3-128 digest of the demonstrations and their order."""
+    """Of the demonstrations and their order."""
     warning: str
-    """What the user should know of the demonstrations; empty if nothing."""
+    """What the user should know of the demonstrations; may be empty."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -53,9 +49,8 @@ class DemonstrationList:
         return int((self.prompts.lengths + self.responses.lengths).max())
 
     def at(self, ordinal: int) -> Demonstration:
-        """The demonstration at position `ordinal` of training, from 0 over all epochs: index of its
-        row, lists of token ids of prompt and response, and which response tokens are trained on. It
-        depends only on the seed and the ordinal.
+        """The demonstration at position `ordinal` of training, from 0 over all epochs; depends on
+        seed and ordinal only.
         """
         index = self.order.row(ordinal)
         mask = self.masks[index] if self.masks is not None else None
@@ -63,16 +58,14 @@ class DemonstrationList:
 
 
 class Example(NamedTuple):
-    """What one row of the data set demonstrates, as texts before they are tokenised: `pieces`,
-    (text, whether it is trained on) in order, which begin with what the model is given.
-    """
+    """The texts that one row demonstrates."""
 
     value: Any
-    """The prompt or the conversation as the row has it, with tools if the row has some."""
+    """The prompt or conversation as the row has it, with its tools."""
     mark: str
-    """The response as the row has it, or "text" or "conversation"; for the digest of the data."""
+    """The response as the row has it, or "text" or "conversation"; for the fingerprint."""
     pieces: list[tuple[str, bool]]
-    """(text, whether it is trained on), in order: what is given, then what follows."""
+    """(text, whether it is trained on), in order."""
 
 
 def load_demonstrations(
@@ -82,28 +75,26 @@ def load_demonstrations(
     seed: int,
     setting: str = "demonstrations",
 ) -> DemonstrationList:
-    """Read, check and tokenise all demonstrations of the section `config` of a recipe; blocks until
-    that is done. Returns a `DemonstrationList`, whose `at(n)` gives the token ids of the n-th pair
-    of prompt and response in training. `seed`: of shuffling. `setting`: name of the section, for
-    messages. Raises `ValueError`, which names the file, the row and the setting to change, for a
-    row with a missing column, an empty response or, if the recipe does not allow it, too many
-    tokens.
+    """Read, check and tokenise all demonstrations of the section `config` of a recipe. `seed`: of
+    shuffling. `setting`: name of the section, for messages. Raises `ValueError`, which names the
+    file, the row and the setting to change, for a missing column, an empty response or, if the
+    recipe refuses them, too many tokens.
     """
     data = Reading(config, tokenizer, seed, setting)
     config, masks = data.config, None
     ends = ends_of_turns(tokenizer, config.template, config.template_variables)
     make = _conversation if config.messages_column else _pair
     make = _whole_text if config.text_column else make
-    made = [(cells, one) for cells in data.rows for one in make(cells, data.template)]
-    if len(made) > len(data.rows):
+    pairs = [(cells, example) for cells in data.rows for example in make(cells, data.template)]
+    if len(pairs) > len(data.rows):
         data.notes.append(
-            f"{len(data.rows)} conversations of {setting} become {len(made)} rows, as the chat"
+            f"{len(data.rows)} conversations of {setting} become {len(pairs)} rows, as the chat"
             " template writes some turns in another way once others follow; each turn is trained as"
             " it is written when it is the last one"
         )
-    data.rows, examples = [cells for cells, _ in made], [one for _, one in made]
-    texts = [one.pieces[0][0] for one in examples]
-    replies = ["".join(text for text, _ in one.pieces[1:]) for one in examples]
+    data.rows, examples = [cells for cells, _ in pairs], [example for _, example in pairs]
+    texts = [example.pieces[0][0] for example in examples]
+    replies = ["".join(text for text, _ in example.pieces[1:]) for example in examples]
     data.check_texts(texts, replies)
     if config.text_column:
         whole = text_tokens(tokenizer, texts, config.template)
@@ -111,7 +102,7 @@ def load_demonstrations(
         # Nothing stands before the first token, by which it could be predicted.
         prompts, responses = whole.split(1)
     elif config.messages_column:
-        pieces = [one.pieces for one in examples]
+        pieces = [example.pieces for example in examples]
         prompts, responses, masks = chats.conversation_tokens(tokenizer, pieces, ends)
         data.note_lost(texts, prompts, "prompts")
     else:
@@ -128,7 +119,9 @@ def load_demonstrations(
         responses.only(kept),
         masks.only(kept) if masks is not None else None,
         data.order(len(kept)),
-        fingerprint(settings, ((one.value, one.mark) for one in picked(examples, kept))),
+        fingerprint(
+            settings, ((example.value, example.mark) for example in picked(examples, kept))
+        ),
         data.warning,
     )
 
@@ -169,8 +162,8 @@ def _answer(cells: Cells[DemonstrationsConfig]) -> Turn:
         )
         answer = turns[0]
     else:
-        said = text_of(value, what="the response", place=cells.place)
-        answer = {"role": "assistant", "content": said}
+        text = text_of(value, what="the response", place=cells.place)
+        answer = {"role": "assistant", "content": text}
     chats.check_reply(answer, cells, f"the response ({name})")
     return answer
 
@@ -191,11 +184,11 @@ def _whole_text(cells: Cells[DemonstrationsConfig], template: ChatTemplate | Non
 def _conversation(
     cells: Cells[DemonstrationsConfig], template: ChatTemplate | None
 ) -> list[Example]:
-    """A whole conversation, of which the turns of the assistant are trained on: one example, or as
-    many as the template needs to write each of these turns as the last one.
+    """One example, or as many as the template needs to write each turn of the assistant as the last
+    one.
     """
     assert template is not None  # `DemonstrationsConfig` requires `template: chat`
     value, tools = cells.value("messages_column"), chats.tools_of(cells)
     turns = chats.turns_of(cells, "messages_column")
     rows = chats.conversation(template, turns, cells, tools)
-    return [Example([value, tools] if tools else value, "conversation", one) for one in rows]
+    return [Example([value, tools] if tools else value, "conversation", pieces) for pieces in rows]

@@ -1,5 +1,5 @@
-"""Data sets with the columns of other libraries, recognised by the columns of their rows: rows and
-settings are changed to those that megarl reads.
+"""Data sets with the columns of other libraries, recognised by these columns, become rows and
+settings of megarl.
 
     section, Table --as_read--> section, Table
 
@@ -46,10 +46,9 @@ class RowForm(NamedTuple):
 
 
 def as_read(config: C, table: Table, setting: str) -> tuple[C, Table]:
-    """Returns (`config` with the columns of the form of `table`, `table` with these columns); both
-    unchanged if the recipe names columns or no form is recognised. `setting`: name of the section,
-    for messages. Raises `ValueError` for a row of another form than the first, or if
-    `config.template` does not suit the form.
+    """(`config` with the columns of the form of `table`, `table` with these columns); both
+    unchanged if the recipe names columns or no form is recognised. Raises `ValueError` for a row of
+    another form than the first, or if `config.template` does not suit the form.
     """
     for form in FORMS[type(config)]:
         names = COLUMNS.get(type(config), form.columns)
@@ -69,7 +68,7 @@ def as_read(config: C, table: Table, setting: str) -> tuple[C, Table]:
         if form.words:
             console.say(f"{setting}: {form.words}")
         pairs = zip(table.rows, table.places, strict=True)
-        rows = [row | form.change(row, place) for row, place in pairs]
+        rows = [row | form.change(row, location) for row, location in pairs]
         return replace(config, **form.columns), replace(table, rows=rows)
     return config, table
 

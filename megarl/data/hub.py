@@ -1,5 +1,5 @@
-"""Checks whether the Hugging Face hub answers, before a download is tried. Without this check,
-Hugging Face's libraries would retry for most of a minute.
+"""Whether the Hugging Face hub answers, asked before a download: Hugging Face's libraries would
+retry for most of a minute.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ ANSWER_WITHIN_S = 5.0
 
 
 def hub_state() -> Literal["online", "offline", "unreachable"]:
-    """Whether the Hugging Face hub can be used: `offline` if HF_HUB_OFFLINE is set; otherwise
-    `online` if the hub (HF_ENDPOINT) answers within 5 seconds, else `unreachable`. Blocks for at
-    most that long, and only at the first call of a process. Proxy settings are respected.
+    """`offline` if HF_HUB_OFFLINE is set; otherwise whether the hub (HF_ENDPOINT) answers within 5
+    seconds, asked once a process. Proxy settings are respected.
     """
     from huggingface_hub import constants
 
@@ -47,8 +46,8 @@ def _answers(endpoint: str) -> bool:
 
 def is_hub_name(name: str) -> bool:
     """Whether the hub may have a repository of this name: `owner/name` or `name`, of ASCII letters,
-    digits, dots, dashes and underscores. A name whose first part is a folder here is a path, as
-    `runs/mine` in a folder that has `runs`. The hub is not asked.
+    digits, dots, dashes and underscores. A name whose first part is a folder here is a path. Does
+    not ask the hub.
     """
     first, slash, _ = name.partition("/")
     if slash and os.path.isdir(first):
@@ -65,7 +64,7 @@ def is_hub_name(name: str) -> bool:
 
 def refuse_no_folder(name: str, setting: str) -> None:
     """Raise `ValueError` if `name`, the value of the recipe's key `setting`, is neither a file or
-    folder here nor a name that the hub may have.
+    folder here nor a possible hub name.
     """
     path, first = Path(name), name.partition("/")[0]
     if path.exists() or is_hub_name(name):
@@ -80,9 +79,8 @@ def refuse_no_folder(name: str, setting: str) -> None:
 
 
 def why_absent(name: str) -> str:
-    """Why a model or data set of the Hugging Face hub was not downloaded, and what to set: the text
-    to follow "`name` is not on this machine" in an error message. Asks the hub, for at most 5
-    seconds.
+    """Why a model or data set of the hub was not downloaded, and what to set: continues "`name` is
+    not on this machine". Asks the hub, for at most 5 seconds.
     """
     state = hub_state()
     if state == "offline":

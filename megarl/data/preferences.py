@@ -1,11 +1,9 @@
-"""Preferences: prompts with a better and a worse response, checked and tokenised before the run
-starts.
+"""Preferences: prompts with a better and a worse response.
 
     PreferencesConfig --load_preferences--> PreferenceList --at(ordinal)--> Preference
 
-Prompt and responses are tokenised separately, because in generation the prompt's tokens are given,
-and the response starts with a token of its own. KTO trains on single responses: a pair becomes two
-examples.
+Prompt and responses are tokenised separately, as in generation, where the response starts with a
+token of its own. KTO trains on single responses: a pair becomes two examples.
 """
 
 from __future__ import annotations
@@ -39,13 +37,13 @@ LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0
 
 
 class Judged(NamedTuple):
-    """What one row of the data set says, as texts before they are tokenised: a prompt with two
-    responses, chosen and rejected, or, for KTO, with one response and its label (True: desirable).
+    """The texts of one row: a prompt with its chosen and rejected response, or, for KTO, with one
+    labelled response.
     """
 
-    said: list[Any]
-    """The prompt and responses of the row before a chat template, which may write today's date, has
-    rendered them."""
+    raw: list[Any]
+    """Prompt and responses before a chat template, which may write today's date, has rendered them.
+    """
     prompt: str
     replies: list[str]
     """[chosen, rejected], or [response]."""
@@ -55,43 +53,35 @@ class Judged(NamedTuple):
 
 @dataclass
 class PreferenceList:
-    """The tokenised preferences of a run, made by `load_preferences`: each a prompt with a chosen
-    and a rejected response, or, for KTO, with one labelled response and a response to another
-    prompt, for the estimate of the KL divergence. `at(n)` returns the n-th of training as a
-    `Preference`, with lists of token ids; `len` is the number of preferences.
-    """
+    """The tokenised preferences of a run; `at(n)` is the n-th of training."""
 
     prompts: TokenLists
     responses: list[TokenLists]
-    """Two: of pairs the chosen and the rejected responses; of single responses these, and for each
-    a response to another prompt."""
+    """Two: chosen and rejected ones; of single responses these, and for each a response to another
+    prompt, for the estimate of the KL divergence."""
     margins: list[float]
     labels: list[bool] | None
-    """Whether each response is desirable, for single responses; None for pairs."""
+    """Whether each single response is desirable; None for pairs."""
     cuts: np.ndarray
-    """[N] int64: how many tokens at the beginning of each prompt are left out before the second
-    response, so that both fit."""
+    """[N] int64: tokens at the beginning of each prompt that are left out before the second
+    response."""
     order: Order
     fingerprint: str
-    """Number of rows and xxh3-128 digest of the preferences and their order."""
+    """Of the preferences and their order."""
     warning: str
-    """What the user should know of the preferences; empty if nothing."""
+    """What the user should know of the preferences; may be empty."""
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     def at(self, ordinal: int) -> Preference:
-        """The `Preference` (token ids of a prompt and its two responses, chosen and rejected, or
-        with a label) at position `ordinal` of training, from 0 over all epochs. It depends only on
-        the seed and the ordinal.
+        """The preference at position `ordinal` of training, from 0 over all epochs; depends on seed
+        and ordinal only.
         """
         return self.row(self.order.row(ordinal))
 
     def row(self, index: int) -> Preference:
-        """The `Preference` in row `index` of the data, from 0 in file order: the token ids of a
-        prompt and of two responses, chosen and rejected. For KTO the two are a response that is
-        labelled good or bad, and a response to another prompt.
-        """
+        """The preference in row `index`, from 0 in file order."""
         first, second = self.responses
         return Preference(
             index=index,
@@ -106,13 +96,13 @@ class PreferenceList:
     @property
     def longest(self) -> int:
         """Largest number of tokens of a prompt and one of its responses together."""
-        first, second = (self.prompts.lengths + one.lengths for one in self.responses)
+        first, second = (self.prompts.lengths + side.lengths for side in self.responses)
         return int(max(first.max(), (second - self.cuts).max()))
 
     @property
     def digest(self) -> str:
-        """xxh3-128 digest, in hexadecimal, of the token ids of all prompts and responses in file
-        order; it does not depend on the order of training.
+        """xxh3-128 digest, in hexadecimal, of the token ids in file order, whatever the order of
+        training.
         """
         hasher = xxhash.xxh3_128()
         for lists in (self.prompts, *self.responses):
@@ -131,15 +121,12 @@ def load_preferences(
     single: bool = False,
     setting: str = "preferences",
 ) -> PreferenceList:
-    """Read, check and tokenise all preferences of the section `config` of a recipe; blocks until
-    that is done. Returns a `PreferenceList`, whose `at(n)` gives the token ids of prompt and
-    responses of the n-th preference in training. With `single`, for KTO, each example has one
-    response and a label: a pair becomes a desirable and an undesirable response. `seed`: of
-    shuffling. `setting`: name of the section, for messages.
+    """Read, check and tokenise all preferences of the section `config` of a recipe. With `single`,
+    for KTO, each example has one response and a label. `seed`: of shuffling. `setting`: name of the
+    section, for messages.
 
-    Raises `ValueError`, which names the file, the row and the setting to change, for a row with a
-    missing column, an empty response, two equal responses or, if the recipe does not allow it, too
-    many tokens.
+    Raises `ValueError`, which names the file, the row and the setting to change, for a missing
+    column, an empty response, two equal responses or, if the recipe refuses them, too many tokens.
     """
     data = Reading(config, tokenizer, seed, setting)
     config = data.config
@@ -188,7 +175,7 @@ def load_preferences(
         prompts, responses, labels = _singles(prompts, responses, rows, setting)
         margins, cuts = [0.0] * len(labels), _cuts(data, prompts, responses[1])
     settings = [config.template, config.shuffle, single, *data.settings, *data.cut_settings]
-    marks = ((row.said, canonical_json((row.margin, row.label))) for row in rows)
+    marks = ((row.raw, canonical_json((row.margin, row.label))) for row in rows)
     return PreferenceList(
         prompts,
         responses,
@@ -202,7 +189,7 @@ def load_preferences(
 
 
 def _repeats_prompt(cells: Cells[PreferencesConfig], sides: Sequence[str]) -> bool:
-    """Whether the texts of the columns `sides` begin with that of the prompt's column."""
+    """Whether the texts of the columns `sides` begin with the prompt's."""
     asked, *replies = (
         _value_or_none(cells.row, name) for name in (cells.config.prompt_column, *sides)
     )
@@ -212,14 +199,12 @@ def _repeats_prompt(cells: Cells[PreferencesConfig], sides: Sequence[str]) -> bo
 
 
 def _value_or_none(row: Row, name: str) -> Any:
-    """As `column`, but None if there is no such column."""
     with contextlib.suppress(ValueError):
         return column(row, name, place="", setting="")
     return None
 
 
 def _judged(cells: Cells[PreferencesConfig], template: ChatTemplate | None) -> Judged:
-    """The rendered texts of a row, and how they are judged."""
     config = cells.config
     single = bool(config.response_column)
     names = ("response_column",) if single else ("chosen_column", "rejected_column")
@@ -236,15 +221,13 @@ def _judged(cells: Cells[PreferencesConfig], template: ChatTemplate | None) -> J
     margin = _margin(cells) if config.margin_column else 0.0
     label = not single or _label(cells)
     replies = [rest + reply for rest, (_, reply, _) in zip(rests, texts, strict=True)]
-    return Judged([said for _, _, said in texts], prompt, replies, margin, label)
+    return Judged([raw for _, _, raw in texts], prompt, replies, margin, label)
 
 
 def _texts(
     cells: Cells[PreferencesConfig], name: str, template: ChatTemplate | None
 ) -> tuple[str, str, Any]:
-    """(prompt, response, both as the row has them) of the column that the setting `name` names, the
-    first two as texts of the model.
-    """
+    """(prompt, response, both as the row has them) of the column that the setting `name` names."""
     key = f"column '{getattr(cells.config, name)}'"
     value, what = chats.parsed_chat(cells.value(name)), f"the response ({key})"
     if template is None:
@@ -269,9 +252,9 @@ def _texts(
 
 
 def _joined(cells: Cells[PreferencesConfig], reply: list[Turn], side: str) -> list[Turn]:
-    """The prompt and a response as one chat. The response may repeat the prompt, or its last turns;
+    """The prompt and a response as one chat. The response may repeat the prompt or its last turns,
     or hold turns before a prompt that is its last question. Raises `ValueError`, which begins with
-    `side`, if prompt and response are two conversations.
+    `side`, if the two are different conversations.
     """
     named = cells.config.prompt_column
     goes_on = reply[0]["role"] in ("assistant", "tool")
@@ -310,23 +293,22 @@ def _margin(cells: Cells[PreferencesConfig]) -> float:
 
 def _label(cells: Cells[PreferencesConfig]) -> bool:
     value = cells.value("label_column")
-    found = LABELS.get(str(value).lower())  # CSV files hold texts
+    label = LABELS.get(str(value).lower())  # CSV files hold texts
     cells.require(
-        found is not None,
+        label is not None,
         f"the label (column '{cells.config.label_column}') is {shortened(repr(value))}, not true or"
         " false; mend the row",
     )
-    return bool(found)
+    return bool(label)
 
 
 def _singles(
     prompts: TokenLists, responses: list[TokenLists], rows: Sequence[Judged], setting: str
 ) -> tuple[TokenLists, list[TokenLists], list[bool]]:
-    """The examples that KTO trains on, each a prompt, one response, and a label that says whether
-    the response is desirable. Returns (prompts, [responses, mismatched responses], labels), all of
-    the same length. A pair becomes two examples: its chosen response with label True, then its
-    rejected one with label False. The mismatched response of an example, with which KTO estimates
-    the KL divergence, is that of the next row whose prompt is another one.
+    """The examples of KTO: (prompts, [responses, mismatched responses], labels), all of the same
+    length. A pair becomes its chosen response with label True, then its rejected one with label
+    False. The mismatched response, with which KTO estimates the KL divergence, is that of the next
+    row with another prompt.
     """
     num_rows, texts = len(rows), [row.prompt for row in rows]
     require(
@@ -337,8 +319,8 @@ def _singles(
     other = [0] * num_rows
     # From the back, twice around: row i takes what its successor takes, unless that itself differs.
     for step in range(2 * num_rows - 1, -1, -1):
-        here, after = step % num_rows, (step + 1) % num_rows
-        other[here] = after if texts[after] != texts[here] else other[after]
+        current, after = step % num_rows, (step + 1) % num_rows
+        other[current] = after if texts[after] != texts[current] else other[after]
     is_single = len(responses) == 1
     sides = [(responses[0], [not is_single or row.label for row in rows])]
     sides += [] if is_single else [(responses[1], [False] * num_rows)]
@@ -350,10 +332,9 @@ def _singles(
 
 
 def _cuts(data: Reading[PreferencesConfig], prompts: TokenLists, others: TokenLists) -> np.ndarray:
-    """How many tokens each prompt loses at its beginning, int [N], so that prompt and response fit
-    into `max_tokens`. KTO also scores each of the N `prompts` with the response of another row,
-    which is in `others`; these two are meant. A prompt keeps at least one token. Adds a note to
-    `data` where a prompt is cut. Raises `ValueError` if one has to be and `too_long` is "refuse".
+    """How many tokens each prompt loses at its beginning, int [N], so that it fits into
+    `max_tokens` with the mismatched response of `others`; it keeps at least one. Notes in `data`
+    that prompts are cut, or raises `ValueError` if `too_long` is "refuse".
     """
     lengths, limit = prompts.lengths + others.lengths, data.config.max_tokens
     longest, cuts = int(lengths.max()), np.maximum(0, lengths - limit)

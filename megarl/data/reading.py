@@ -1,7 +1,7 @@
 """Rows of a data set on their way to token ids: what prompts, demonstrations and preferences have
-in common, and what is refused in all of them.
+in common.
 
-    DataSetConfig --Reading--> rows: list[Cells] --texts--> TokenLists --fit--> those that are used
+    DataSetConfig --Reading--> rows: list[Cells] --texts--> TokenLists --fit--> rows that are used
 """
 
 from __future__ import annotations
@@ -29,18 +29,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MOST_TEXTS = 1000
-"""Largest number of texts that are decoded again, evenly spread over the data set."""
+"""Largest number of texts that are decoded again."""
 HALF = re.compile("[\ud800-\udfff]")
 """Half of a surrogate pair, which JSON can write (`"\\ud800"`) and no encoding has."""
 
 
 class Reading(Generic[C]):
-    """Reads the rows of the section `config` of a recipe (`prompts`, `demonstrations` or
-    `preferences`), and has the steps from rows to token ids that the three have in common. The
-    constructor reads the rows and sets `rows` (a list of `Cells`: a dict {column: value} with its
-    place in the file), `template` (chat template or None) and `source` (name of the data, for
-    messages). `warning` collects what the user should know.
-    """
+    """The rows of one section of a recipe, and the steps from them to token ids."""
 
     def __init__(
         self,
@@ -49,8 +44,9 @@ class Reading(Generic[C]):
         seed: int,
         setting: str,
     ) -> None:
-        """`seed`: of shuffling. `setting`: name of the section that `config` is, for messages.
-        Raises `ValueError` for a source that cannot be read or a chat template that does not fit.
+        """Read the rows. `seed`: of shuffling. `setting`: name of the section `config`, for
+        messages. Raises `ValueError` for a source that cannot be read or a chat template that does
+        not fit.
         """
         subset, arguments = getattr(config, "subset", ""), getattr(config, "arguments", None)
         table = read_rows(config.source, config.split, config.limit, setting, subset, arguments)
@@ -59,20 +55,19 @@ class Reading(Generic[C]):
         self.template = self._chat_template()
         self.source = table.source
         self.rows = [
-            Cells(self.config, setting, row, place)
-            for row, place in zip(table.rows, table.places, strict=True)
+            Cells(self.config, setting, row, location)
+            for row, location in zip(table.rows, table.places, strict=True)
         ]
         self.notes: list[str] = []
         """What the user should know of the rows."""
         self.is_lossy = False
-        """Whether it was noted that the tokenizer loses text."""
+        """Whether `notes` says that the tokenizer loses text."""
         self.is_cut = False
-        """Whether some prompts are used without their first tokens, because they were too long."""
+        """Whether too long prompts are used without their first tokens."""
 
     def _chat_template(self) -> ChatTemplate | None:
-        """The chat template of the tokenizer where `template` is 'chat', else None. Raises
-        `ValueError` if the tokenizer has none, or one that does not read a variable of
-        `template_variables`.
+        """The tokenizer's chat template where `template` is 'chat', else None. Raises `ValueError`
+        if there is none, or it does not read a variable of `template_variables`.
         """
         if self.config.template != "chat":
             return None
@@ -82,38 +77,37 @@ class Reading(Generic[C]):
             f" {self.setting}.template to 'none', use an instruction-tuned model, or put a"
             " chat_template.jinja beside the tokenizer",
         )
-        found = ChatTemplate(
+        template = ChatTemplate(
             self.tokenizer,
             self.config.template_variables,
             self.setting,
             control_tokens=self.config.control_tokens,
         )
-        found.check_variables()
-        return found
+        template.check_variables()
+        return template
 
     @property
     def settings(self) -> list[Any]:
-        """Part of the data that is hashed to tell, on resume, whether a run's data have changed:
-        the chat template's text and variables, which determine how rows are rendered; empty without
-        a chat template.
+        """What determines how rows are rendered, for the data's fingerprint: the chat template's
+        text and variables.
         """
         if self.template is None:
             return []
-        config, found = self.config, [self.tokenizer.chat_template]
+        config, values = self.config, [self.tokenizer.chat_template]
         if config.template_variables:
-            found.append({"variables": config.template_variables})
-        return [*found, "control tokens"] if config.control_tokens else found
+            values.append({"variables": config.template_variables})
+        return [*values, "control tokens"] if config.control_tokens else values
 
     @property
     def cut_settings(self) -> list[str]:
-        """Part of the data that is hashed to tell, on resume, whether a run's data have changed: if
-        prompts were cut, one text with the largest number of tokens; otherwise empty.
+        """For the data's fingerprint: [text with the limit] if prompts were cut, otherwise
+        empty.
         """
         return [f"truncated to {self._limit[1]}"] if self.is_cut else []
 
     @property
     def warning(self) -> str:
-        """What the user should know of the rows, as sentences joined by "; "; empty if nothing."""
+        """What the user should know of the rows, joined by "; "; may be empty."""
         notes, count = self.notes, self.template.num_unopened if self.template else 0
         if count:
             notes = [
@@ -131,32 +125,28 @@ class Reading(Generic[C]):
         return key, getattr(self.config, key)
 
     def order(self, num_rows: int) -> Order:
-        """The order in which `num_rows` rows are used in training, by the seed and the setting
-        `shuffle`.
-        """
         return Order(num_rows, seed=self.seed, shuffle=self.config.shuffle)
 
     def check_texts(self, *texts: Sequence[str]) -> None:
-        """Check marked texts, before they are tokenised: each of `texts` is a list with one text
-        for every row. Raises `ValueError`, naming the row, if a text holds half of a
-        surrogate pair, which UTF-8 cannot encode, or a placeholder (`<image>`) of a column with
-        images, sound or video. If rows have such columns without a placeholder, one line on
-        standard error says that the model is not shown them.
+        """Check marked texts before they are tokenised; each of `texts` has one for every row.
+        Raises `ValueError` if one holds half of a surrogate pair, or a placeholder (`<image>`) of a
+        column with images, sound or video. A line on standard error names such columns without a
+        placeholder.
         """
         unseen: list[list[str]] = []
         for cells, *marked in zip(self.rows, *texts, strict=True):
-            row, here = cells.row, [*map(unmarked, marked)]
+            row, plain = cells.row, [*map(unmarked, marked)]
             names = sorted(
-                one for one in NOT_TEXT & row.keys() if row[one] not in (None, "", [], {})
+                name for name in NOT_TEXT & row.keys() if row[name] not in (None, "", [], {})
             )
             for name in names:
                 mark = f"<{name.rstrip('s')}>"
                 cells.require(
-                    not any(mark in text for text in here),
+                    not any(mark in text for text in plain),
                     f"'{mark}' stands for column '{name}', which is not shown to the model; drop"
                     " the row",
                 )
-            if half := next(filter(None, map(HALF.search, here)), None):
+            if half := next(filter(None, map(HALF.search, plain)), None):
                 raise ValueError(
                     f"{cells.place}: a text holds half of a surrogate pair (U+{ord(half[0]):04X}),"
                     " which is no character; mend the text or drop the row"
@@ -170,43 +160,38 @@ class Reading(Generic[C]):
             )
 
     def prompt_tokens(self, texts: Sequence[str], *, are_read: bool = True) -> TokenLists:
-        """Tokenise the prompts, one text for each row. Adds to `warning` if the tokenizer loses
-        text. Also adds to it if the tokenizer has a chat template, `template` is 'none' and the
-        first text has no special tokens, so that a chat model would read bare text. `are_read`:
-        whether the model reads the texts as they are; False where an agent does.
+        """Tokenise the prompts, one for each row. Notes lost text, and bare texts for a model with
+        a chat template. `are_read`: False where an agent reads them.
         """
-        found = prompt_tokens(self.tokenizer, texts, self.config.template)
-        self.note_lost(texts, found, "prompts")
+        token_ids = prompt_tokens(self.tokenizer, texts, self.config.template)
+        self.note_lost(texts, token_ids, "prompts")
         is_bare = self.config.template == "none" and bool(self.tokenizer.chat_template)
         if (
             are_read
             and is_bare
-            and not any(one in texts[0] for one in self.tokenizer.all_special_tokens)
+            and not any(token in texts[0] for token in self.tokenizer.all_special_tokens)
         ):
             self.notes.append(
                 f"{self.setting}.template is none, so the model reads the texts of {self.setting}"
                 " bare, without its chat template; a model that was trained on chats answers those"
                 f" badly: set {self.setting}.template to chat, unless this is a base model"
             )
-        return found
+        return token_ids
 
     def note_lost(self, texts: Sequence[str], token_ids: TokenLists, what: str) -> None:
-        """Add to `warning` if some of `texts` differ from what their `token_ids` decode to, with
-        the fraction of such texts and the first of them; only at the first call that finds any. At
-        most about a thousand texts are compared. `what`: the texts in words, such as "responses".
-
-        White space that a tokenizer adds does not count as a difference, nor do tokens around a
-        text, such as a beginning of sequence.
+        """Note, once, if some of `texts` (called `what`) differ from their decoded `token_ids`,
+        with the fraction and the first of them. White space that a tokenizer adds, and tokens
+        around a text, do not count.
         """
         chosen = range(0, len(texts), max(1, -(-len(texts) // MOST_TEXTS)))
         lists = [token_ids[index] for index in chosen]
         with opening("the tokenizer cannot decode the data", fix="fetch the tokenizer again"):
             decoded = self.tokenizer.batch_decode(lists, clean_up_tokenization_spaces=False)
         pairs = [(unmarked(texts[at]), again) for at, again in zip(chosen, decoded, strict=True)]
-        lost = [one for one in pairs if _loses(*one)]
+        lost = [pair for pair in pairs if _loses(*pair)]
         if lost and not self.is_lossy:
             self.is_lossy = True
-            text, again = (shortened(repr(part), 60) for part in lost[0])
+            text, again = (shortened(repr(side), 60) for side in lost[0])
             self.notes.append(
                 f"the tokenizer changes {len(lost) / len(lists):.0%} of the {what} of"
                 f" {self.setting} ({len(lost)} of {len(lists)} looked at): {text} becomes {again};"
@@ -216,13 +201,12 @@ class Reading(Generic[C]):
     def fit(
         self, prompts: TokenLists, replies: np.ndarray | int = 0
     ) -> tuple[list[int], TokenLists]:
-        """Apply the setting `too_long` to rows that have more tokens than the recipe allows.
-        Returns (indices of the rows that are used, prompts of all rows, shortened where `too_long`
-        is `truncate_left`).
+        """Apply the setting `too_long`. Returns (indices of the rows that are used, prompts of all
+        rows, shortened where `too_long` is `truncate_left`).
 
-        `replies`: [N] tokens of each row's response, which is never cut; 0 without responses.
-        Raises `ValueError` for a prompt without tokens, if `too_long` is `refuse` and a row is too
-        long, if a response leaves no room for a shortened prompt, or if no row is left.
+        `replies`: [N] tokens of each response, which is never cut. Raises `ValueError` for a prompt
+        without tokens, a row that is refused, a response that leaves no room for its prompt, or if
+        no row is left.
         """
         (key, limit), setting, config = self._limit, self.setting, self.config
         lengths = prompts.lengths + replies
@@ -233,18 +217,18 @@ class Reading(Generic[C]):
         if not len(long):
             return list(range(num_rows)), prompts
         longest, first = int(lengths.max()), int(long[0])
-        found = (
+        text = (
             f"{len(long)} of {num_rows} {'prompts' if np.all(replies == 0) else 'rows'} have more"
             f" tokens than {setting}.{key} = {limit} (the longest {longest})"
         )
         require(
             config.too_long != "refuse",
-            f"{found}, the first is {self.rows[first].place} with {lengths[first]}; set {key} to at"
+            f"{text}, the first is {self.rows[first].place} with {lengths[first]}; set {key} to at"
             f" least {longest}, or {setting}.too_long to 'drop' or 'truncate_left'",
         )
         if config.too_long == "drop":
-            require(len(long) < num_rows, f"{found}, so that no row is left; raise {key}")
-            self.notes.insert(0, f"{found}; they are left out")
+            require(len(long) < num_rows, f"{text}, so that no row is left; raise {key}")
+            self.notes.insert(0, f"{text}; they are left out")
             return np.flatnonzero(lengths <= limit).tolist(), prompts
         room = np.broadcast_to(limit - np.asarray(replies), (num_rows,))
         full = np.flatnonzero(room < 1)
@@ -255,7 +239,7 @@ class Reading(Generic[C]):
                 f" = {limit}, the first is {self.rows[index].place}; raise {key}, or set too_long"
                 " to 'drop'"
             )
-        self.notes.insert(0, f"{found}; their prompts lose the first tokens")
+        self.notes.insert(0, f"{text}; their prompts lose the first tokens")
         self.is_cut = True
         cut = TokenLists(prompts[row][-int(room[row]) :] for row in range(num_rows))
         return list(range(num_rows)), cut
@@ -270,5 +254,4 @@ def _loses(text: str, again: str) -> bool:
 
 
 def picked(items: Sequence[T], rows: Sequence[int]) -> list[T]:
-    """A list of the items at the indices `rows`, in that order."""
     return [items[row] for row in rows]

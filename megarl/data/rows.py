@@ -44,18 +44,17 @@ MOST_WHOLE = 1e22
 SAVED = ("state.json", "dataset_dict.json")
 """Files of a folder that `datasets` has saved."""
 NOT_TEXT = {"image", "images", "video", "videos", "audio", "audios"}
-"""Columns of what a model of text cannot be shown."""
+"""Columns that a text model cannot be shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of a data set, each a dict {column: value}, in the order of their files."""
+    """Rows of a data set in the order of their files."""
 
     source: str
     rows: list[Row]
     places: list[str]
-    """For each row its file and number, such as "a.jsonl, line 3 (row 2, counted from 0)", for
-    messages."""
+    """Of each row its file and number, such as "a.jsonl, line 3 (row 2, counted from 0)"."""
 
 
 def read_rows(
@@ -69,13 +68,13 @@ def read_rows(
     """Read all rows of `source`, or the first `limit`.
 
     Args:
-        source: a file, whose suffix determines the format; a pattern such as data/*.jsonl; a folder
-            or the name of a data set of the hub, of which `split` and `subset` are read; or a
-            program that makes rows, such as `reasoning_gym:NAME` (`megarl.system.lookup.SOURCES`).
+        source: a file; a pattern such as data/*.jsonl; a folder or a data set of the hub, of which
+            `split` and `subset` are read; or a program that makes rows, such as
+            `reasoning_gym:NAME` (`megarl.system.lookup.SOURCES`).
         setting: the section of the recipe ("prompts"), for messages.
-        arguments: of a program that makes rows; of others empty.
+        arguments: of a program that makes rows.
 
-    Raises `ValueError`, with the file and, for texts, the line of a mistake, also without rows.
+    Raises `ValueError` with the file and, for texts, the line; also if there are no rows.
     """
     adapter, colon, name = source.partition(":")
     is_made = bool(colon) and adapter in SOURCES
@@ -95,9 +94,9 @@ def read_rows(
     else:
         rows, places = [], []
     for file in files:
-        for place, row in _read_file(file, None if limit is None else limit - len(rows)):
+        for location, row in _read_file(file, None if limit is None else limit - len(rows)):
             rows.append(row)
-            places.append(place)
+            places.append(location)
     require(bool(rows), f"{setting}.source {source} is empty; set it to one with at least one row")
     return Table(source, rows, places)
 
@@ -107,14 +106,14 @@ def _places(source: str, count: int) -> list[str]:
 
 
 def _read_file(path: Path, limit: int | None) -> Iterator[tuple[str, Row]]:
-    """Iterate over (place, row) of a file's first `limit` rows, or all (None)."""
+    """Yield (place, row) of a file's first `limit` rows."""
     pairs = itertools.islice(READERS[format_of(path)](path), limit)
     try:
         for number, (line, row) in enumerate(pairs):
             at = f", line {line}" if line else ""
-            place = f"{path}{at} (row {number}, counted from 0)"
-            require(isinstance(row, dict), f"{place} is {kind_of(row)}; make every row an object")
-            yield place, row
+            name = f"{path}{at} (row {number}, counted from 0)"
+            require(isinstance(row, dict), f"{name} is {kind_of(row)}; make every row an object")
+            yield name, row
     except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(
             f"{path} cannot be read: {error}; mend it (texts are UTF-8), or set another file"
@@ -122,13 +121,12 @@ def _read_file(path: Path, limit: int | None) -> Iterator[tuple[str, Row]]:
 
 
 def _opened(path: Path) -> IO[str]:
-    """A UTF-8 file, which gzip may have compressed, without its byte-order mark."""
+    """A UTF-8 file, plain or gzip, without its byte-order mark."""
     opener = gzip.open if path.suffix.lower() == ".gz" else open
     return opener(path, "rt", encoding="utf-8-sig", newline="")  # pyright: ignore[reportReturnType]
 
 
 def _json(text: str, path: Path, line: int = 0) -> Any:
-    """The value of line `line` of a JSON file, or of all of it (0)."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # also thousands of digits, or of brackets
@@ -157,9 +155,7 @@ def _read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _read_csv(path: Path, comma: str = ",") -> Iterator[tuple[int, Row]]:
-    """Lines and rows of a file with a header and values that `comma` separates; every value is a
-    text.
-    """
+    """Lines and rows of a file with a header; every value is a text."""
     csv.field_size_limit(2**31 - 1)  # of the process; else values of 128 KiB are refused
     with _opened(path) as file:
         reader = csv.DictReader(file, delimiter=comma, strict=True)
@@ -187,7 +183,7 @@ OF_CHATS = {"role", "from", "function"}
 
 
 def _plain_rows(rows: list[Row], schema: pyarrow.Schema) -> list[Row]:
-    """Rows of an Arrow table, changed in place to values that JSON has: see `_plain`."""
+    """Change rows of an Arrow table, in place, to values that JSON has: see `_plain`."""
     for field in schema:
         if re.search("float|date|time|struct", str(field.type)):  # most columns have none
             for row in rows:
@@ -195,27 +191,27 @@ def _plain_rows(rows: list[Row], schema: pyarrow.Schema) -> list[Row]:
     return rows
 
 
-def _plain(value: Any, kind: Any) -> Any:
-    """A value of Arrow type `kind`, also inside lists and objects: a float of 16 or 32 bits as the
-    shortest decimal that it stands for (1.1, not 1.100000023841858), a date or time as ISO text. An
-    message or tool in a list loses the keys with null, since Arrow gives all of them the same keys.
+def _plain(value: Any, arrow: Any) -> Any:
+    """A value of Arrow type `kind` for JSON: a float of 16 or 32 bits as its shortest decimal (1.1,
+    not 1.100000023841858), a date or time as ISO text. Messages and tools lose the keys with null,
+    since Arrow gives all of a list the same keys.
     """
     from pyarrow import types
 
     if value is None:
         return None
-    if types.is_floating(kind):
-        return float(str(kind.to_pandas_dtype()(value)))
-    if types.is_date(kind) or types.is_time(kind) or types.is_timestamp(kind):
+    if types.is_floating(arrow):
+        return float(str(arrow.to_pandas_dtype()(value)))
+    if types.is_date(arrow) or types.is_time(arrow) or types.is_timestamp(arrow):
         return value.isoformat()
-    if types.is_dictionary(kind):
-        return _plain(value, kind.value_type)
-    if types.is_struct(kind):
-        return {part.name: _plain(value[part.name], part.type) for part in kind}
-    if types.is_map(kind):
-        return [(key, _plain(item, kind.item_type)) for key, item in value]
-    if isinstance(value, list) and types.is_nested(kind):
-        items = [_plain(item, kind.value_type) for item in value]
+    if types.is_dictionary(arrow):
+        return _plain(value, arrow.value_type)
+    if types.is_struct(arrow):
+        return {field.name: _plain(value[field.name], field.type) for field in arrow}
+    if types.is_map(arrow):
+        return [(key, _plain(item, arrow.item_type)) for key, item in value]
+    if isinstance(value, list) and types.is_nested(arrow):
+        items = [_plain(item, arrow.value_type) for item in value]
         is_chat = all(isinstance(item, dict) and OF_CHATS & item.keys() for item in items)
         return [_without_nulls(item) for item in items] if is_chat else items
     return value
@@ -238,16 +234,16 @@ READERS: dict[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
 
 
 def format_of(path: Path) -> str:
-    """Key of `READERS` of the file's reader, by its name, such as ".jsonl", also for `a.jsonl.gz`;
-    "" if none reads it. The file need not exist.
+    """Key of `READERS` for a file name, such as ".jsonl", also of `a.jsonl.gz`; "" if there is
+    none.
     """
     name = Path(path.name.lower().removesuffix(".gz"))
     return name.suffix if name.suffix in READERS else ""
 
 
 def _files(source: str, split: str, subset: str, setting: str) -> list[Path]:
-    """The files of a path, pattern or folder, sorted by name. Empty if `datasets` reads the source
-    itself: a data set of the hub, or a folder of other formats.
+    """The files of a path, pattern or folder, sorted by name. Empty for what `datasets` reads
+    itself: the hub, or a folder of other formats.
     """
     path = Path(source)
     if path.is_dir():
@@ -276,8 +272,8 @@ def _files(source: str, split: str, subset: str, setting: str) -> list[Path]:
 
 
 def _files_of_folder(path: Path, split: str, subset: str, setting: str) -> list[Path]:
-    """The files of `split`, as `datasets` finds them by their names, in the folder or in its
-    subfolder `subset`.
+    """The files of `split`, as `datasets` finds them by name, in the folder or its subfolder
+    `subset`.
     """
     if any((path / name).exists() for name in SAVED):
         return []
@@ -312,7 +308,7 @@ def _say_files(source: str, files: list[Path], setting: str) -> None:
 def _read_datasets(
     name: str, subset: str, split: str, limit: int | None, setting: str
 ) -> list[Row]:
-    """Read a data set with `datasets`: from the hub, from its cache, or from a local folder."""
+    """Read a data set with `datasets`: from the hub, its cache or a local folder."""
     unknown = (
         f"{setting}.source '{name}' is neither a file of this machine ({', '.join(READERS)}) nor"
         " was it downloaded,"
@@ -367,45 +363,40 @@ def _read_datasets(
 
 @dataclass(frozen=True, slots=True)
 class Cells(Generic[C]):
-    """One row of a data set, a dict {column: value}, together with the section of the recipe that
-    names the columns to read: `value("prompt_column")` is the value in the column that the setting
-    `prompt_column` names.
-    """
+    """One row, with the section of the recipe that names the columns to read."""
 
     config: C
     setting: str
-    """The section of the recipe ("prompts"), for error messages."""
+    """The section of the recipe ("prompts"), for messages."""
     row: Row
     place: str
-    """Where the row was found, for error messages."""
+    """File and number of the row, for messages."""
 
     def value(self, name: str) -> Any:
-        """The value in the row's column that the setting `name` of the section names:
-        `value("prompt_column")`. A dot in the column's name selects a key inside the column. Raises
-        `ValueError`, listing the columns, if there is none, or its value is null.
+        """The value in the column that the setting `name` names; a dot in the column's name selects
+        a key inside. Raises `ValueError`, listing the columns, if there is none or its value is
+        null.
         """
         key = getattr(self.config, name)
         return column(self.row, key, place=self.place, setting=f"{self.setting}.{name}")
 
-    def require(self, condition: object, said: str) -> None:
-        """Raise `ValueError` unless `condition` is true. The message is the row's file and number,
-        then `said`.
-        """
-        require(condition, f"{self.place}: {said}")
+    def require(self, condition: object, reason: str) -> None:
+        """Raise `ValueError` unless `condition` is true: the row's place, then `reason`."""
+        require(condition, f"{self.place}: {reason}")
 
 
 def column(row: Row, name: str, *, place: str, setting: str) -> Any:
     """The value of column `name` in a row; `"a.b"` is key `b` of the object in column `a`, unless a
     column has that whole name. Raises `ValueError`, which begins with `place` and names the
-    recipe's key `setting`, if there is no such column or its value is null.
+    recipe's key `setting`, if there is none or its value is null.
     """
     value, so_far = row, ""
-    for part in [name] if name in row else name.split("."):
-        if not (isinstance(value, dict) and part in value):
+    for segment in [name] if name in row else name.split("."):
+        if not (isinstance(value, dict) and segment in value):
             inside = [f"{so_far}{key}" for key in value] if isinstance(value, dict) else []
             there = ", ".join(inside) or f"{so_far[:-1]} (it has no columns inside)"
             raise ValueError(f"{place}: no column '{name}'; set {setting} to one of: {there}")
-        value, so_far = value[part], f"{so_far}{part}."
+        value, so_far = value[segment], f"{so_far}{segment}."
     require(
         value is not None,
         f"{place}: column '{name}' is null; fill it, drop the row, or set {setting} to another"
@@ -415,10 +406,9 @@ def column(row: Row, name: str, *, place: str, setting: str) -> Any:
 
 
 def text_of(value: Any, *, what: str, place: str) -> str:
-    """Convert a text or a finite number to text; raises `ValueError` for any other value, with a
-    message that begins with `place` and calls the value `what`. A `Decimal` (from parquet files)
-    keeps its digits, without an exponent. A whole-numbered float (72.0, which pandas makes in
-    columns with gaps) becomes "72".
+    """A text or a finite number as text; raises `ValueError` for other values, which begins with
+    `place` and calls the value `what`. A `Decimal` (from parquet) is written without an exponent,
+    and a whole float (72.0, which pandas makes in columns with gaps) as "72".
     """
     if isinstance(value, str):
         return value
@@ -434,20 +424,15 @@ def text_of(value: Any, *, what: str, place: str) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """The type of a JSON value in words for messages: "an object", "a list", "a text" or "null"; a
-    number or truth value as Python writes it.
-    """
+    """The type of a JSON value in words ("an object", "null"); a number or truth value itself."""
     names = {dict: "an object", list: "a list", str: "a text", type(None): "null"}
     return names.get(type(value), f"{value!r}")
 
 
 def fingerprint(settings: Iterable[Any], rows: Iterable[tuple[Any, str]]) -> str:
-    """Text "N rows, xxh3-128 HEX" that identifies the content of a data set. The digest covers
-    `settings` (JSON data that determine rendering and order) and, in order, each row's (prompt,
-    answer or response).
-
-    The digest is the same on every machine and Python version. It does not depend on file or column
-    names.
+    """Text "N rows, xxh3-128 HEX" that identifies a data set on every machine. The digest covers
+    `settings` (JSON data that determine rendering and order) and each row's (prompt, answer or
+    response), but no names of files or columns.
     """
     hasher = xxhash.xxh3_128()
     for value in settings:
@@ -460,8 +445,8 @@ def fingerprint(settings: Iterable[Any], rows: Iterable[tuple[Any, str]]) -> str
 
 
 def framed(value: Any) -> bytes:
-    """Bytes of a text, or of the JSON of another value, prefixed by type and length, for hashing.
-    The prefix makes the concatenation of several values unambiguous.
+    """Bytes of a text, or of the JSON of another value, for hashing, prefixed by type and length:
+    so concatenated values stay distinct.
     """
     if isinstance(value, str):
         # A JSON text may hold half a surrogate pair, which plain UTF-8 refuses.

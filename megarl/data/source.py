@@ -1,9 +1,6 @@
-"""Prompts for reinforcement learning: rows of a data set, checked and tokenised before the run
-starts, then asked for by their position in training.
+"""Prompts for reinforcement learning.
 
-    PromptsConfig --load_prompts--> PromptList --at(ordinal)--> Prompt
-
-Other file formats are added in `megarl.data.rows`.
+PromptsConfig --load_prompts--> PromptList --at(ordinal)--> Prompt
 """
 
 from __future__ import annotations
@@ -35,44 +32,41 @@ if TYPE_CHECKING:
 
 @dataclass
 class PromptList:
-    """The tokenised prompts of a run, made by `load_prompts`: `at(n)` returns the n-th prompt of
-    training as a `Prompt` (text, token ids, reference answer, row), `len` the number of prompts,
-    and iterating gives all of them once in file order.
+    """The tokenised prompts of a run: `at(n)` is the n-th of training; iterating gives all once in
+    file order.
     """
 
     prompts: list[Prompt]
-    """The prompts in file order, without their indices and token ids."""
+    """In file order, without indices and token ids."""
     token_ids: TokenLists
     order: Order | MixedOrder
     fingerprint: str
-    """Number of rows and xxh3-128 digest of the prompts, their answers and their order."""
+    """Of the prompts, their answers and their order."""
     warning: str = ""
-    """What the user should know of the prompts; empty if nothing."""
+    """What the user should know of the prompts; may be empty."""
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     @property
     def longest(self) -> int:
-        """Number of tokens of the longest prompt."""
+        """Tokens of the longest prompt."""
         return int(self.token_ids.lengths.max())
 
     @property
     def environments(self) -> list[str] | None:
-        """One name for each prompt, in file order: the verifier that scores the prompt's responses,
-        as a key of `environment.mixture`, the recipe's table of verifiers. None if the recipe has
-        no mixture.
+        """The verifier of each prompt, in file order, as a key of `environment.mixture`; None
+        without a mixture.
         """
         names = [prompt.environment for prompt in self.prompts]
         return names if any(names) else None
 
     def __iter__(self) -> Iterator[Prompt]:
-        """Iterate over all prompts once, in file order: for evaluation."""
         return (self._row(index) for index in range(len(self)))
 
     def at(self, ordinal: int) -> Prompt:
-        """The `Prompt` (text, token ids, reference answer, row) at position `ordinal` of training,
-        from 0 over all epochs. It depends only on the seed and the ordinal.
+        """The prompt at position `ordinal` of training, from 0 over all epochs; depends on seed and
+        ordinal only.
         """
         return self._row(self.order.row(ordinal))
 
@@ -81,39 +75,37 @@ class PromptList:
 
     @classmethod
     def mixed(cls, parts: Sequence[PromptList], weights: Sequence[Fraction]) -> PromptList:
-        """One list of the prompts of `parts`. In file order, the prompts of one part follow those
-        of the part before. In training order, the parts are interleaved: each gets a share of the
-        positions in proportion to its entry of `weights` (above 0, of any sum).
+        """One list of the prompts of `parts`, in file order one part after the other. In training
+        order, each part gets a share of the positions in proportion to its entry of `weights`
+        (above 0, of any sum).
         """
         settings = [
-            ["mixture", str(weight), part.fingerprint]
-            for part, weight in zip(parts, weights, strict=True)
+            ["mixture", str(weight), source.fingerprint]
+            for source, weight in zip(parts, weights, strict=True)
         ]
-        prompts = [prompt for part in parts for prompt in part]
-        orders = cast("list[Order]", [part.order for part in parts])
+        prompts = [prompt for source in parts for prompt in source]
+        orders = cast("list[Order]", [source.order for source in parts])
         return cls(
             [replace(prompt, token_ids=[]) for prompt in prompts],
             TokenLists(prompt.token_ids for prompt in prompts),
             MixedOrder(Interleaving(weights), orders),
             # Not of the texts, which may hold today's date; the parts' digests cover the prompts.
             fingerprint(settings, ((None, prompt.answer) for prompt in prompts)),
-            "; ".join(dict.fromkeys(part.warning for part in parts if part.warning)),
+            "; ".join(dict.fromkeys(source.warning for source in parts if source.warning)),
         )
 
 
 class Problem(NamedTuple):
-    """A row of a data set, checked but not yet rendered with the chat template: its prompt
-    (`value`), reference answer, lines of multiple choice, and tools.
-    """
+    """A row of a data set, checked but not yet rendered."""
 
     cells: Cells[PromptsConfig]
     value: Any
     """The prompt, as the data set has it."""
     answer: str
     choices: str
-    """The lines "A. text" that are added to the prompt of a multiple choice; empty without."""
+    """The lines "A. text" of a multiple choice; empty without."""
     tools: Tools
-    """Tools that the model is shown with this row only, in OpenAI's format."""
+    """Tools of this row only."""
 
 
 def load_prompts(
@@ -125,25 +117,23 @@ def load_prompts(
     tools: Tools = (),
     are_read: bool = True,
 ) -> PromptList:
-    """Read, check and tokenise all prompts of the section `config` of a recipe, of one source or a
-    mixture; blocks until that is done. Returns a `PromptList`, whose `at(n)` is the n-th prompt of
-    training. `seed`: of shuffling. `setting`: name of the section, for messages. `tools`: in
-    OpenAI's format, shown to the model by the chat template with every prompt; rows must then have
-    no tools of their own. `are_read`: False where an agent reads the prompts, and not the model:
-    texts without a chat template are then as they should be. Raises `ValueError` that names the
-    file, the row and the setting to change.
+    """Read, check and tokenise all prompts of the section `config` of a recipe, one source or a
+    mixture. `seed`: of shuffling. `setting`: name of the section, for messages. `tools`: shown by
+    the chat template with every prompt; rows must then have none of their own. `are_read`: False
+    where an agent reads the prompts, so that texts without a chat template are right. Raises
+    `ValueError` that names the file, the row and the setting to change.
     """
     if not config.sources:
         return _load_source(config, tokenizer, seed, setting, tools, are_read=are_read)
     parts = [
         # Shuffled by seeds of their own, since a file may be in a mixture twice.
         _load_source(
-            *(part, tokenizer, seed + (number << 32), f"{setting}.sources[{number}]", tools),
+            *(source, tokenizer, seed + (number << 32), f"{setting}.sources[{number}]", tools),
             are_read=are_read,
         )
-        for number, part in enumerate(config.parts)
+        for number, source in enumerate(config.parts)
     ]
-    return PromptList.mixed(parts, [exact(part.weight) for part in config.sources])
+    return PromptList.mixed(parts, [exact(source.weight) for source in config.sources])
 
 
 def _load_source(
@@ -155,7 +145,6 @@ def _load_source(
     *,
     are_read: bool,
 ) -> PromptList:
-    """The prompts of a single source."""
     require(
         not tools or config.template == "chat",
         f"{setting}.template is '{config.template}', but environment.tools are shown to the model"
@@ -169,27 +158,27 @@ def _load_source(
             first.setdefault(canonical_json(cells.value("prompt_column")), cells)
         data.rows = [*first.values()]
     problems = [_problem(cells, data.template, tools) for cells in data.rows]
-    texts = [_rendered(one, data.template, tools or one.tools) for one in problems]
-    data.check_texts(texts, [one.answer for one in problems])
+    texts = [_rendered(problem, data.template, tools or problem.tools) for problem in problems]
+    data.check_texts(texts, [problem.answer for problem in problems])
     token_ids = data.prompt_tokens(texts, are_read=are_read)
     kept, cut = data.fit(token_ids)
     for row in np.flatnonzero(cut.lengths != token_ids.lengths):
         texts[row] = str(tokenizer.decode(cut[row]))
     texts, problems = [*map(unmarked, texts)], picked(problems, kept)
-    names = [_environment(one.cells) for one in problems]
+    names = [_environment(problem.cells) for problem in problems]
     settings = [config.template, config.system, config.instruction, config.shuffle]
-    settings += [one.choices for one in problems if one.choices] + data.settings
-    shown = tools or [one.tools for one in problems]
+    settings += [problem.choices for problem in problems if problem.choices] + data.settings
+    shown = tools or [problem.tools for problem in problems]
     if any(shown):
         settings.append(canonical_json(list(shown)))
     settings += data.cut_settings
     if any(names):
         settings += ["environments", *names]
     prompts = [
-        Prompt(0, text, [], one.answer, one.cells.row, name)
-        for text, one, name in zip(picked(texts, kept), problems, names, strict=True)
+        Prompt(0, text, [], problem.answer, problem.cells.row, name)
+        for text, problem, name in zip(picked(texts, kept), problems, names, strict=True)
     ]
-    digest = fingerprint(settings, ((one.value, one.answer) for one in problems))
+    digest = fingerprint(settings, ((problem.value, problem.answer) for problem in problems))
     return PromptList(prompts, cut.only(kept), data.order(len(kept)), digest, data.warning)
 
 
@@ -209,8 +198,8 @@ def _problem(cells: Cells[PromptsConfig], template: ChatTemplate | None, tools: 
 
 
 def _answer(cells: Cells[PromptsConfig], choices: Choices | None) -> str:
-    """The reference answer of a row; if `answer_after` is set, only the text after that marker. Of
-    `choices` a label.
+    """The reference answer of a row, behind the marker if `answer_after` is set; of `choices` a
+    label.
     """
     named, marker = f"(column '{cells.config.answer_column}')", cells.config.answer_after
     value = cells.value("answer_column")
@@ -218,9 +207,9 @@ def _answer(cells: Cells[PromptsConfig], choices: Choices | None) -> str:
     if choices and isinstance(value, int) and not marker:
         return choices.label(value)
     if marker:
-        _, found, answer = answer.rpartition(marker)
+        _, separator, answer = answer.rpartition(marker)
         cells.require(
-            found,
+            separator,
             f"the answer does not contain {cells.setting}.answer_after = '{marker}'; set the marker"
             " that this data set uses, or none",
         )
@@ -232,13 +221,12 @@ def _answer(cells: Cells[PromptsConfig], choices: Choices | None) -> str:
 
 
 def _rendered(problem: Problem, template: ChatTemplate | None, tools: Tools) -> str:
-    """The text that the model sees before its response: the prompt with its choices and the
-    instruction. Raises `ValueError` for a chat that asks nothing (see `check_question`), or of
-    which the template leaves something out. Without `template` the prompt is a text, which stays as
-    it is. `tools`: what the model may call.
+    """The text that the model sees: the prompt with its choices and the instruction; without
+    `template` as it stands. Raises `ValueError` for a chat that asks nothing or that the template
+    does not write fully.
     """
     cells = problem.cells
-    more = "".join(f"\n{one}" for one in (problem.choices, cells.config.instruction) if one)
+    more = "".join(f"\n{text}" for text in (problem.choices, cells.config.instruction) if text)
     if template is None:
         return plain_prompt(cells) + more
     chat = turns_of(cells, "prompt_column", role="user")
@@ -263,9 +251,8 @@ def _rendered(problem: Problem, template: ChatTemplate | None, tools: Tools) -> 
 
 
 def _environment(cells: Cells[PromptsConfig]) -> str:
-    """The name of a row's verifier in `environment.mixture`, from the column `environment_column`
-    or else the setting `environment`; "" if both are empty. Raises `ValueError` for a row without a
-    name.
+    """The row's key of `environment.mixture`, from `environment_column` or the setting
+    `environment`; "" if both are empty. Raises `ValueError` for a row without one.
     """
     if not cells.config.environment_column:
         return cells.config.environment
@@ -280,25 +267,22 @@ def _environment(cells: Cells[PromptsConfig]) -> str:
 
 @dataclass(frozen=True)
 class Choices:
-    """The choices of one row of multiple choice: labels and texts, of equal number. Made by
-    `Choices.of`; `lines` are added to the prompt, and `label` turns the row's answer into a label:
+    """Labels and texts of one row's multiple choice:
 
-        {"question": "2+2?", "choices": ["3", "4"], "answer": 1} -> "2+2?\\nA. 3\\nB. 4", answer "B"
+    {"question": "2+2?", "choices": ["3", "4"], "answer": 1} -> "2+2?\\nA. 3\\nB. 4", answer "B"
     """
 
     labels: list[str]
     texts: list[str]
     lettered: bool
-    """Whether the labels are the letters given to a list, and not labels of the row itself."""
+    """Whether the labels are letters given to a list, not the row's own."""
     cells: Cells[PromptsConfig]
-    """The row, for error messages."""
+    """The row, for messages."""
 
     @classmethod
     def of(cls, cells: Cells[PromptsConfig]) -> Choices:
-        """Read the choices from a row of the data set, `cells`, in the column that the setting
-        `choices_column` names: a list of texts, labelled A, B, ..., or a dict {label: [...], text:
-        [...]}, or a dict from labels to texts. Raises `ValueError` for anything else, or fewer than
-        two choices.
+        """Read `choices_column`: a list of texts, labelled A, B, ...; {label: [...], text: [...]};
+        or {label: text}. Raises `ValueError` for anything else, or fewer than two choices.
         """
         value = cells.value("choices_column")
         labels, texts = None, value if isinstance(value, list) else []
@@ -311,7 +295,7 @@ class Choices:
         sound = (
             isinstance(labels, list)
             and len(labels) == len(texts) >= 2
-            and all(isinstance(one, str | int | float) for one in (*labels, *texts))
+            and all(isinstance(item, str | int | float) for item in (*labels, *texts))
             and len({str(label) for label in labels}) == len(labels)
         )
         cells.require(
@@ -320,44 +304,42 @@ class Choices:
             f" [...], text: [...]}}, or {{A: text, B: text}}); set {cells.setting}.choices_column"
             " to another column, or drop the row",
         )
-        return cls([str(one) for one in labels], [str(one) for one in texts], lettered, cells)
+        return cls([str(label) for label in labels], [str(text) for text in texts], lettered, cells)
 
     def lines(self) -> str:
-        """The choices as lines of a prompt, such as "A. 3", joined by newlines, without one at the
-        end.
-        """
+        """The choices as lines of a prompt ("A. 3"), without a newline at the end."""
         pairs = zip(self.labels, self.texts, strict=True)
         return "\n".join(f"{label}. {text}" for label, text in pairs)
 
     def label(self, answer: Any) -> str:
-        """The label that a row's answer means. A number is the number of a choice, counted from 0.
-        A text is a label of the row, the text of a choice, or digits that number a choice.
+        """The label that a row's answer means. A number counts the choices from 0. A text is a
+        label, the text of a choice, or digits that number a choice.
 
         Raises `ValueError` for another answer, and for a text with two meanings: "2" for the
         choices ["8", "2", "24"] is the text of B and the number of C.
         """
-        said = str(answer).strip()
-        is_number = isinstance(answer, int | str) and re.fullmatch("[0-9]{1,3}", said)
-        by_number = set(self.labels[int(said) : int(said) + 1]) if is_number else set()
+        key = str(answer).strip()
+        is_number = isinstance(answer, int | str) and re.fullmatch("[0-9]{1,3}", key)
+        by_number = set(self.labels[int(key) : int(key) + 1]) if is_number else set()
         pairs = zip(self.labels, self.texts, strict=True)
-        by_text = {label for label, text in pairs if text.strip() == said}
-        by_label = {said} & set(self.labels)
+        by_text = {label for label, text in pairs if text.strip() == key}
+        by_label = {key} & set(self.labels)
         if isinstance(answer, int):
-            found = by_number | (set() if self.lettered else by_label)
+            labels = by_number | (set() if self.lettered else by_label)
         elif by_label:
-            found = by_label | (by_text if self.lettered else set())
+            labels = by_label | (by_text if self.lettered else set())
         else:
-            found = by_text | by_number
+            labels = by_text | by_number
         self.cells.require(
-            bool(found),
-            f"the answer '{said[:80]}' is none of the labels"
+            bool(labels),
+            f"the answer '{key[:80]}' is none of the labels"
             f" {', '.join(self.labels)}, no text of a choice, and no number from 0 to"
             f" {len(self.labels) - 1}; mend the row or set another prompts.answer_column",
         )
         self.cells.require(
-            len(found) == 1,
-            f"the answer '{said[:80]}' may mean {' or '.join(sorted(found))}, since"
+            len(labels) == 1,
+            f"the answer '{key[:80]}' may mean {' or '.join(sorted(labels))}, since"
             " it fits as a label, as the text of a choice or as its number from 0 more than once;"
             " write the answers of the column as letters, or as integers from 0",
         )
-        return found.pop()
+        return labels.pop()

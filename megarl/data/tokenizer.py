@@ -1,12 +1,7 @@
 """Tokenizers: a Hugging Face folder or hub name, or a SentencePiece `.model` file made into a fast
-tokenizer.
+tokenizer with SentencePiece's ids.
 
-    name --load_tokenizer--> tokenizer --check_tokenizer--> fit for a model of `vocab_size`
-    embeddings
-
-A SentencePiece file is rebuilt piece by piece, so that the ids are those of SentencePiece itself;
-the result can be saved with `save_pretrained` and loaded by anything that knows Hugging Face
-tokenizers, vLLM included.
+    name --load_tokenizer--> tokenizer --check_tokenizer--> fit for `vocab_size` embeddings
 """
 
 from __future__ import annotations
@@ -27,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _KNOWN = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-"""Files by one of which a folder is known to have a tokenizer."""
+"""Files of which a tokenizer's folder has at least one."""
 FILE = "tokenizer.json"
 ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 PROBE = (
@@ -50,10 +45,9 @@ SPACE = "\u2581"  # how SentencePiece writes a space
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load a transformers tokenizer from a local folder, a hub name (`owner/name`) or the path of a
-    SentencePiece `.model` file, which is rebuilt with the same ids. Raises `ValueError` with advice
-    if there is none, it does not load, or it needs code of its own and `trust_remote_code` is
-    False.
+    """Load a transformers tokenizer from a local folder, a hub name (`owner/name`) or a
+    SentencePiece `.model` file. Raises `ValueError` with advice if there is none, it does not load,
+    or it needs code of its own and `trust_remote_code` is False.
     """
     require(
         bool(name),
@@ -98,8 +92,8 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
 
 
 def source_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
-    """{path in a folder: content} of the files that `tokenizer` was loaded from by
-    `load_tokenizer`, as they were then; none if it was changed since, or not loaded from a folder.
+    """{path in a folder: content} of the files that `load_tokenizer` loaded `tokenizer` from; empty
+    if it was changed since.
     """
     state, files = _FILES.get(tokenizer, ((), {}))
     return files if state == _state(tokenizer) else {}
@@ -126,12 +120,12 @@ def _text_files(name: str) -> dict[str, bytes]:
 
 
 def _from_folder(name: str, only_local: bool, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub name, with the ids of its tokenizer.json if it has one.
-    Raises `ValueError` if transformers makes other ids of that file.
+    """The tokenizer of a folder or hub name. Raises `ValueError` if transformers makes other ids
+    than its tokenizer.json.
 
-    transformers 5 builds the splitting rules of a tokenizer from its class and takes no more than
-    the words from tokenizer.json: a file of bytes under LlamaTokenizerFast, as that of DeepSeek's
-    distilled Llama, loses every space.
+    transformers 5 builds the splitting rules from the tokenizer's class and takes only the words
+    from tokenizer.json: the byte-level file of DeepSeek's distilled Llama, under
+    LlamaTokenizerFast, loses every space.
     """
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -167,19 +161,19 @@ def _from_folder(name: str, only_local: bool, trust_remote_code: bool) -> PreTra
 
 
 def _class_tokens(name: str, described: dict[str, Any], only_local: bool) -> dict[str, str]:
-    """{role, such as "eos_token": token} of the special tokens that the tokenizer's class has by
-    default, without those that `described`, the content of tokenizer_config.json, sets or removes.
+    """{role: special token} that the tokenizer's class has by default, without roles that
+    `described`, the content of tokenizer_config.json, sets or removes.
     """
     from transformers import PreTrainedConfig
     from transformers.models.auto import tokenization_auto as auto
 
-    kind = described.get("tokenizer_class")
-    if kind is None:
+    class_name = described.get("tokenizer_class")
+    if class_name is None:
         with contextlib.suppress(OSError):  # a folder without config.json
             model, _ = PreTrainedConfig.get_config_dict(name, local_files_only=only_local)
-            kind = auto.TOKENIZER_MAPPING_NAMES.get(model.get("model_type", ""))
-    made = auto.tokenizer_class_from_name(kind) if kind else None
-    parameters = inspect.signature(made.__init__).parameters if made else {}
+            class_name = auto.TOKENIZER_MAPPING_NAMES.get(model.get("model_type", ""))
+    tokenizer_class = auto.tokenizer_class_from_name(class_name) if class_name else None
+    parameters = inspect.signature(tokenizer_class.__init__).parameters if tokenizer_class else {}
     return {
         role: value.default
         for role, value in parameters.items()
@@ -188,9 +182,8 @@ def _class_tokens(name: str, described: dict[str, Any], only_local: bool) -> dic
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, source: str) -> None:
-    """Raise `ValueError` unless `tokenizer` has an end-of-sequence and a padding token and all its
-    ids are below `vocab_size`, the number of embeddings of the model. `source`: how the message
-    names the tokenizer, such as its path.
+    """Raise `ValueError` unless `tokenizer` has an end-of-sequence and a padding token, and its ids
+    are below `vocab_size`. `source`: how the message names it.
     """
     require(
         tokenizer.eos_token_id is not None,
@@ -215,20 +208,17 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, sour
 
 def pad_apart(tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, source: str) -> None:
     """Change `tokenizer` in place so that its padding token never ends a scored text: Hugging
-    Face's sequence classifiers take the score at a text's last token that is not padding. The
-    present padding token stays if the token has no other use. Otherwise the padding token becomes
-    the first that exists of: a special token reserved for padding or unused; a new token, if the
-    model has an embedding for it; another special token that does not end texts. Its id is below
-    `vocab_size`, the number of the model's embeddings.
+    Face's sequence classifiers take the score at the last token that is not padding. The padding
+    token becomes the first that has no other use and an id below `vocab_size`: the present one, a
+    reserved or unused special token, a new token, or another special token that does not end texts.
 
-    Raises `ValueError` if no token fits. `source`: how the message names the tokenizer, such as its
-    path.
+    Raises `ValueError` if no token fits. `source`: how the message names the tokenizer.
     """
-    special = [str(one) for one in tokenizer.added_tokens_decoder.values() if one.special]
+    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     known, bos, new = tokenizer.get_vocab(), tokenizer.bos_token, "<|pad|>"
     size = max(known.values()) + 1
     free = re.compile("pad|reserved|unused|placeholder", re.IGNORECASE)
-    spare = [one for one in (tokenizer.pad_token, *filter(free.search, special)) if one != bos]
+    spare = [name for name in (tokenizer.pad_token, *filter(free.search, special)) if name != bos]
     # The new token before others, since programs that take every padding token for padding, in
     # spite of the attention mask, would leave out those of a text.
     for token in [*spare, new, bos, *special]:
@@ -250,7 +240,7 @@ def pad_apart(tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, source: st
 
 
 def _from_sentencepiece(path: Path) -> PreTrainedTokenizerBase:
-    """A fast tokenizer with the ids and special tokens of the SentencePiece file `path`."""
+    """A fast tokenizer with the ids and special tokens of a SentencePiece file."""
     from sentencepiece import sentencepiece_model_pb2
     from transformers import PreTrainedTokenizerFast
 
@@ -272,9 +262,7 @@ def _from_sentencepiece(path: Path) -> PreTrainedTokenizerBase:
 
 
 def _fast_tokenizer(model: Any, path: Path) -> Tokenizer:
-    """A `tokenizers` pipeline (normaliser, model, decoder) equivalent to the SentencePiece
-    `model`.
-    """
+    """A `tokenizers` pipeline equivalent to the SentencePiece `model`."""
     import tokenizers
     from tokenizers import decoders, normalizers
 
@@ -334,8 +322,8 @@ def _fast_tokenizer(model: Any, path: Path) -> Tokenizer:
 
 
 def _merges(model: Any) -> list[tuple[str, str]]:
-    """The merges of a SentencePiece BPE `model` in order of priority. SentencePiece stores none: it
-    always joins the pair that gives the piece with the highest score.
+    """The merges of a SentencePiece BPE `model` by priority. SentencePiece stores none: it joins
+    the pair that gives the piece with the highest score.
     """
     index = {
         piece.piece: number for number, piece in enumerate(model.pieces) if piece.type == NORMAL

@@ -1,8 +1,6 @@
-"""Token ids of many texts: the tokenizer's output.
+"""Token ids of many texts.
 
-    texts --prompt_tokens or response_tokens--> TokenLists: [i] -> the ids of text i
-
-All lists are kept in two numpy arrays.
+texts --prompt_tokens or response_tokens--> TokenLists: [i] -> the ids of text i
 """
 
 from __future__ import annotations
@@ -21,14 +19,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BATCH_TEXTS = 4096
-"""Number of texts tokenised in one call; bounds the memory of the Python lists that are
-returned."""
+"""Number of texts tokenised in one call; bounds the memory of the returned lists."""
 
 
 class TokenLists:
-    """N lists of token ids of different lengths in one array: list i is `ids[offsets[i]:offsets[i +
-    1]]`, and `lists[i]` returns it as a Python list. Made from an iterable of such lists; not
-    changed later.
+    """N lists of token ids of different lengths, in one array; `lists[i]` is a Python list.
+    Immutable.
     """
 
     ids: np.ndarray
@@ -48,40 +44,34 @@ class TokenLists:
         return self.ids[self.offsets[index] : self.offsets[index + 1]].tolist()
 
     def only(self, indices: Sequence[int]) -> TokenLists:
-        """A new `TokenLists` of the lists at `indices`, which ascend without repetition; this
-        object itself if all are kept.
-        """
+        """The lists at `indices`, which ascend without repetition."""
         if len(indices) == len(self):
             return self
         return TokenLists(self.ids[self.offsets[i] : self.offsets[i + 1]] for i in indices)
 
     def split(self, count: int) -> tuple[TokenLists, TokenLists]:
-        """Two new `TokenLists` of N lists each: the first `count` ids of each list, and its other
-        ids.
-        """
+        """Two of N lists each: the first `count` ids of each list, and its other ids."""
         rows = [self[row] for row in range(len(self))]
         return TokenLists(ids[:count] for ids in rows), TokenLists(ids[count:] for ids in rows)
 
     @property
     def lengths(self) -> np.ndarray:
-        """[N] int64: number of tokens of each list."""
+        """[N] int64."""
         return np.diff(self.offsets)
 
 
 def prompt_tokens(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], template: TemplateName
 ) -> TokenLists:
-    """Tokenise N prompts; list i of the result has the ids of text i. With `template` "none" the
-    tokenizer's initial special tokens, such as beginning-of-sequence, are added; with another
-    template the texts contain their special tokens already.
-
-    An end-of-sequence token that the tokenizer appends is removed, since the response follows.
+    """Tokenise N prompts. With `template` "none" the tokenizer's initial special tokens are added;
+    other templates have written theirs. An end-of-sequence token that the tokenizer appends is
+    removed.
     """
     eos, end = tokenizer.eos_token, tokenizer.eos_token_id
 
     def lists() -> Iterator[list[int]]:
-        found = tokenised(tokenizer, texts, add_special_tokens=template == "none")
-        for text, ids in zip(texts, found, strict=True):
+        encoded = tokenised(tokenizer, texts, add_special_tokens=template == "none")
+        for text, ids in zip(texts, encoded, strict=True):
             if template == "none" and eos is not None and not text.endswith(str(eos)):
                 while ids and ids[-1] == end:
                     ids.pop()
@@ -93,11 +83,11 @@ def prompt_tokens(
 def response_tokens(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], ends: Sequence[int]
 ) -> TokenLists:
-    """Tokenise N responses and append the first of the token ids `ends`, which end a turn, to each
-    that does not end with one of them.
+    """Tokenise N responses. Those that end with none of the token ids `ends` get the first of
+    them.
     """
-    found = tokenised(tokenizer, texts, add_special_tokens=False)
-    return TokenLists(ids if ids and ids[-1] in ends else [*ids, ends[0]] for ids in found)
+    encoded = tokenised(tokenizer, texts, add_special_tokens=False)
+    return TokenLists(ids if ids and ids[-1] in ends else [*ids, ends[0]] for ids in encoded)
 
 
 def text_tokens(
@@ -107,8 +97,8 @@ def text_tokens(
     "none" the tokenizer's initial special tokens are added too.
     """
     end: Any = tokenizer.eos_token_id
-    found = tokenised(tokenizer, texts, add_special_tokens=template == "none")
-    return TokenLists(ids if ids[-1:] == [end] else [*ids, end] for ids in found)
+    encoded = tokenised(tokenizer, texts, add_special_tokens=template == "none")
+    return TokenLists(ids if ids[-1:] == [end] else [*ids, end] for ids in encoded)
 
 
 def scored_tokens(
@@ -118,10 +108,9 @@ def scored_tokens(
     template: TemplateName,
     end: int,
 ) -> list[list[int]]:
-    """Token ids of N prompts, each followed by its response, as a reward model reads them. Prompt
-    and response are tokenised apart, as in the training of `task: reward_model`; the token id
-    `end` follows each response once, also if the text has it already. `template`: "none" adds the
-    tokenizer's initial special tokens to prompts.
+    """Token ids of N prompts with their responses, as a reward model reads them: tokenised apart,
+    as in its training, with the token id `end` once behind each response. `template`: "none" adds
+    the tokenizer's initial special tokens to prompts.
     """
     asked = prompt_tokens(tokenizer, prompts, template)
     replies = response_tokens(tokenizer, without_end(tokenizer, responses, end), [end])
@@ -131,9 +120,8 @@ def scored_tokens(
 def tokenised(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, add_special_tokens: bool
 ) -> Iterator[list[int]]:
-    """Iterate over the token ids of each text, in order, tokenised 4096 texts at a time.
-    Texts may be marked (see `megarl.data.control_tokens`). `add_special_tokens`: let the tokenizer
-    add its special tokens; a beginning-of-sequence token that a text already begins with is not
+    """Yield the token ids of each text, which may be marked (see `megarl.data.control_tokens`).
+    `add_special_tokens`: let the tokenizer add its own; a beginning-of-sequence token is not
     doubled. Raises `ValueError` if the tokenizer fails.
     """
     options: dict[str, Any] = {  # without masks, half the time
@@ -146,11 +134,11 @@ def tokenised(
         marked = {number: text for number, text in enumerate(batch) if MARK in text}
         batch = ["" if number in marked else text for number, text in enumerate(batch)]
         with opening("the tokenizer cannot encode the data", fix="fetch the tokenizer again"):
-            found = tokenizer(batch, **options).input_ids
+            encoded = tokenizer(batch, **options).input_ids
         for number, text in marked.items():
             control = ControlTokens.of(tokenizer)
-            found[number] = control.ids(text, add_special_tokens=add_special_tokens)
-        for ids in found:
+            encoded[number] = control.ids(text, add_special_tokens=add_special_tokens)
+        for ids in encoded:
             # A text may begin with the token that the tokenizer puts before every text.
             twice = ids[:2] == [tokenizer.bos_token_id] * 2 and add_special_tokens
             yield ids[1:] if twice else ids

@@ -1,7 +1,5 @@
-"""The tokens with which a chat template ends turns of the model, read from conversations that it
-renders.
-
-    TurnEnds.of(render, tokenizer) -> turn, call, chat: texts of tokens
+"""The tokens with which a chat template ends turns of the model, read from rendered
+conversations.
 """
 
 from __future__ import annotations
@@ -16,11 +14,10 @@ from megarl.data.control_tokens import ControlTokens
 Render = Callable[[Sequence[dict[str, Any]]], str | None]
 """The text that a template makes of a chat; None if it refuses the chat."""
 CALL_ID = "call00000"
-"""Id of a call in rendered conversations: nine letters and digits, as the templates of Mistral's
-models require."""
+"""Nine letters and digits, as the templates of Mistral's models require."""
 SAID, HEARD = "MEGARLWROTETHIS", "MEGARLREADTHIS"
-"""What a turn of the model, and the user's reply to it, are in conversations rendered to learn a
-template's markup."""
+"""A turn of the model, and the user's reply, in conversations rendered to learn a template's
+markup."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +49,8 @@ class TurnEnds:
         between = between_of([asked, answer, heard], SAID, HEARD)
         after_user = tokens_in(between_of([heard, answer], HEARD, SAID))[:1]
         both = tokens_in(alike(last, between))
-        found = both or tokens_in(between) or tokens_in(last)
-        turn = next(iter([one for one in after_user if one in both] or found), "")
+        ends = both or tokens_in(between) or tokens_in(last)
+        turn = next(iter([token for token in after_user if token in both] or ends), "")
         other = "" if turn in tokens_in(last) else "".join(tokens_in(last)[:1])
         thinks = answer | {"thinking": HEARD, "reasoning_content": HEARD}
         return cls(
@@ -75,7 +72,7 @@ class _Markup:
         self._special = {token.content for token in added if token.special}
 
     def call_ends(self, turn: str) -> tuple[str, str]:
-        """(`call`, `call_closing`) of `TurnEnds`; empty where the template writes no calls. `turn`:
+        """(`call`, `call_closing`) of `TurnEnds`, empty if the template writes no calls. `turn`:
         the token that ends a turn.
         """
         asked, last, between = {"role": "user", "content": "?"}, "", ""
@@ -87,9 +84,9 @@ class _Markup:
             last = last or (self._render([asked, called]) or "").partition(SAID)[2]
             between = between or self.between([asked, called, result], SAID, HEARD)
         same = alike(last, between)
-        found = self.tokens(same, only_special=True)
-        if turn in self.tokens(same) or found:
-            return turn if turn in self.tokens(same) else found[-1], ""
+        special = self.tokens(same, only_special=True)
+        if turn in self.tokens(same) or special:
+            return turn if turn in self.tokens(same) else special[-1], ""
         end = "".join(self.tokens(between, only_special=True)[:1])
         return end, _up_to(between.removeprefix(last), end) if between.startswith(last) else ""
 
@@ -99,10 +96,10 @@ class _Markup:
 
     def tokens(self, markup: str, *, only_special: bool = False) -> list[str]:
         """The special tokens in a piece of markup, in order; if there are none, its control tokens,
-        among which are tags such as </answer>.
+        such as </answer>.
         """
         known = self._control.within(markup)
-        special = [one for one in known if one in self._special]
+        special = [token for token in known if token in self._special]
         return special if special or only_special else known
 
 
@@ -112,5 +109,5 @@ def alike(first: str, second: str) -> str:
 
 
 def _up_to(text: str, end: str) -> str:
-    """A text up to the first `end` in it; empty if there is none."""
+    """`text` up to the first `end`; empty if there is none."""
     return text[: text.find(end) + len(end)] if end and end in text else ""

@@ -1,9 +1,7 @@
-"""A queue whose items are taken in batches.
+"""A queue whose items are taken in batches, all in one event loop.
 
-    put(item) -> Waiting, whose `result` is awaited
-    take(most, linger_s) -> [Waiting, ...]
-
-All calls are from one event loop.
+put(item) -> Waiting, whose `result` is awaited
+take(most, linger_s) -> [Waiting, ...]
 """
 
 from __future__ import annotations
@@ -19,37 +17,29 @@ R = TypeVar("R")
 
 
 class Waiting(Generic[T, R]):
-    """An item in a `BatchQueue` whose result is not known yet. The producer that put the item
-    awaits the future `result`; the consumer that takes the item calls `answer` or `fail`. `since`:
-    time at which the item was put, by `time.monotonic`.
+    """An item of a `BatchQueue`. Who puts it awaits `result`; who takes it calls `answer` or
+    `fail`. `since`: when it was put, by `time.monotonic`.
     """
 
     def __init__(self, item: T) -> None:
         self.item, self.since = item, time.monotonic()
         self.result: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         self.note = ""
-        """A remark of the code that took the item, for its own use; empty at first."""
+        """A remark of who took the item, for its own use."""
 
     def answer(self, result: R) -> None:
-        """Give this item of the queue its result: who awaits the future `result` gets it. Nothing
-        happens if the future is done already, as after a cancellation.
-        """
+        """Set `result`; does nothing if it is done, as after a cancellation."""
         if not self.result.done():
             self.result.set_result(result)
 
     def fail(self, error: Exception) -> None:
-        """Let this item of the queue fail: who awaits the future `result` gets the exception
-        `error`. Nothing happens if the future is done already.
-        """
+        """Let awaiting `result` raise `error`; does nothing if it is done."""
         if not self.result.done():
             self.result.set_exception(error)
 
 
 class BatchQueue(Generic[T, R]):
-    """A first-in, first-out queue whose items are taken in batches of limited size. An item whose
-    `result` is done already, as after a cancellation, is skipped. All calls are from one event
-    loop.
-    """
+    """A first-in, first-out queue. Items whose `result` is done are skipped."""
 
     def __init__(self) -> None:
         self._items: deque[Waiting[T, R]] = deque()
@@ -57,16 +47,14 @@ class BatchQueue(Generic[T, R]):
         self._taking = asyncio.Lock()
 
     def put(self, item: T) -> Waiting[T, R]:
-        """Append an item; returns at once. Await the returned object's `result` for the result."""
-        made: Waiting[T, R] = Waiting(item)
-        self._items.append(made)
+        waiting: Waiting[T, R] = Waiting(item)
+        self._items.append(waiting)
         self._grown.set()
-        return made
+        return waiting
 
     async def take(self, most: int, linger_s: float) -> list[Waiting[T, R]]:
-        """Wait for the next batch, remove it from the queue and return it: at least one and at most
-        `most` items, in order. It comes as soon as `most` items are there, or the first item has
-        waited `linger_s` seconds. Several tasks may call it and are served in turn.
+        """Wait for the next batch, at least one and at most `most` items: as soon as `most` are
+        there, or the first has waited `linger_s` seconds. Concurrent callers are served in turn.
         """
         async with self._taking:
             while True:
@@ -80,14 +68,12 @@ class BatchQueue(Generic[T, R]):
                     await asyncio.wait_for(self._grown.wait(), left)
             batch: list[Waiting[T, R]] = []
             while self._items and len(batch) < most:
-                one = self._items.popleft()
-                if not one.result.done():
-                    batch.append(one)
+                waiting = self._items.popleft()
+                if not waiting.result.done():
+                    batch.append(waiting)
             return batch
 
     def cancel(self) -> None:
-        """Remove all items and cancel their `result` futures, so that awaiting them raises
-        `CancelledError`.
-        """
+        """Remove all items; awaiting their `result` raises `CancelledError`."""
         while self._items:
             self._items.popleft().result.cancel()

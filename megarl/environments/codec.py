@@ -1,6 +1,4 @@
-"""Conversion between text and token ids inside the worker processes that run verifiers and
-sessions.
-"""
+"""Conversion between text and token ids inside the worker processes."""
 
 from __future__ import annotations
 
@@ -16,37 +14,33 @@ from megarl.data.control_tokens import MARK, ControlTokens
 
 @dataclass(frozen=True)
 class Codec:
-    """Decodes token ids to text and encodes text to token ids like a Hugging Face tokenizer, where
-    possible by the Rust `tokenizers` object alone, so that a worker process need not import
-    transformers. Made by `Codec.of(tokenizer)`; can be pickled.
+    """Decodes and encodes like a Hugging Face tokenizer, where possible by the Rust `tokenizers`
+    object alone: a worker process need not import transformers. Can be pickled.
     """
 
     tokenizer: Any
     is_bare: bool
-    """Whether `tokenizer` is a `tokenizers.Tokenizer` rather than a transformers tokenizer."""
+    """Whether `tokenizer` is a `tokenizers.Tokenizer`."""
     thinking: tuple[str, str] = TAGS
-    """(opening, closing) tag around a model's thinking, read from the chat template."""
+    """(opening, closing) tag around a model's thinking."""
     kept: frozenset[int] = frozenset()
-    """Ids of the tags of thinking that are special tokens; they are decoded all the same."""
+    """Ids of special tokens that are tags of thinking; they are decoded all the same."""
     ends: frozenset[int] = frozenset()
-    """Ids of tokens that end a turn. If the last token of a sequence is one of them, it is not
-    decoded, although it need not be a special token of the tokenizer."""
+    """Ids of tokens that end a turn; not decoded at the end of a sequence."""
     variables: Variables = field(default_factory=dict)
-    """Variables of the chat template, with which the results of tool calls are written."""
+    """Of the chat template, for results of tool calls."""
     around: tuple[str, str] = ("", "")
-    """What the chat template writes before and after a turn of the user that replies to the model:
-    from behind the token that ends the model's turn to where its next turn begins. Empty texts
-    where prompts are no chats."""
+    """What the chat template writes around a user's turn that replies to the model; empty where
+    prompts are no chats."""
     closing: str = ""
-    """What the template writes to end a turn of the model, up to the token that ends it."""
+    """What the template writes to end a turn of the model."""
     opening: int | None = None
-    """Id of the token that ends a turn of the model where it is the first of the user's turn."""
+    """The token that ends a turn of the model where it is the first of the user's turn."""
     is_trimmed: bool = False
-    """Whether the template removes white space around a user's text."""
+    """Whether the template strips a user's text."""
     control: ControlTokens | None = None
-    """The control tokens that text of others does not write."""
     allows_control: bool = False
-    """Whether text of others that spells a control token is that token."""
+    """Whether text of others may spell control tokens."""
 
     @classmethod
     def of(
@@ -58,12 +52,9 @@ class Codec:
         chats: bool = False,
         allows_control: bool = False,
     ) -> Codec:
-        """A codec that decodes and encodes like `tokenizer`, a transformers tokenizer. The codec
-        holds only the inner `tokenizers.Tokenizer` if that decodes to the same text. Otherwise, or
-        with `whole`, the codec holds `tokenizer` itself; tools need this, since they use its chat
-        template. `variables`: values of the chat template's variables, None for none. `chats`:
-        prompts are chats, so that `around` is set; `ValueError` if the template allows no second
-        turn of the user. `allows_control`: text of others may write control tokens.
+        """A codec like `tokenizer`, a transformers tokenizer; only the inner `tokenizers.Tokenizer`
+        is held if that decodes to the same text, but not with `whole`: tools need the chat
+        template. `chats`: raises `ValueError` if the template allows no second turn of the user.
         """
         template = ChatTemplate(tokenizer, variables, control_tokens=True)
         around = template.around_reply() if chats else ("", "")
@@ -76,15 +67,15 @@ class Codec:
                 "is_trimmed": template.is_trimmed,
             }
         control = ControlTokens.of(tokenizer)
-        kind, tags = type(tokenizer), tags_of(tokenizer.chat_template)
+        tokenizer_class, tags = type(tokenizer), tags_of(tokenizer.chat_template)
         special = tokenizer.added_tokens_decoder.items()
-        kept = frozenset(one for one, token in special if token.special and str(token) in tags)
+        kept = frozenset(key for key, token in special if token.special and str(token) in tags)
         ends = {tokenizer.eos_token_id, *ends_of_turns(tokenizer, "chat", variables)} - {None}
         cleans, is_bare = tokenizer.clean_up_tokenization_spaces, False
         if (
             hasattr(tokenizer, "backend_tokenizer")
-            and kind._decode.__module__ == "transformers.tokenization_utils_tokenizers"
-            and kind.decode.__module__ == "transformers.tokenization_utils_base"
+            and tokenizer_class._decode.__module__ == "transformers.tokenization_utils_tokenizers"
+            and tokenizer_class.decode.__module__ == "transformers.tokenization_utils_base"
             and not (cleans or whole)
         ):
             bare = type(tokenizer.backend_tokenizer).from_str(tokenizer.backend_tokenizer.to_str())
@@ -100,22 +91,20 @@ class Codec:
         )
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        """The text of one sequence of token ids, [T], without a last token that ends a turn and
-        without special tokens, except the tags of thinking, such as `<think>`.
+        """The text of token ids [T], without a last end of turn and special tokens, but with tags
+        of thinking.
         """
         ids = np.asarray(token_ids).tolist()
         ids = ids[:-1] if ids and ids[-1] in self.ends else ids
         parts, start = [], 0
-        for place in [number for number, one in enumerate(ids) if one in self.kept]:
-            parts.append(self.tokenizer.decode(ids[start:place], skip_special_tokens=True))
-            parts.append(self.tokenizer.decode([ids[place]], skip_special_tokens=False))
-            start = place + 1
+        for position in [number for number, token_id in enumerate(ids) if token_id in self.kept]:
+            parts.append(self.tokenizer.decode(ids[start:position], skip_special_tokens=True))
+            parts.append(self.tokenizer.decode([ids[position]], skip_special_tokens=False))
+            start = position + 1
         return "".join([*parts, self.tokenizer.decode(ids[start:], skip_special_tokens=True)])
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of `text`, which may be marked, without special tokens added at its
-        beginning or end.
-        """
+        """The token ids of `text`, which may be marked, without special tokens at its ends."""
         if MARK in text and self.control is not None:
             return self.control.ids(text, add_special_tokens=False)
         if self.is_bare:  # a batch, as `encode` of a single text keeps Python's lock
@@ -123,9 +112,8 @@ class Codec:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def reply(self, text: str, last: int | None = None) -> str:
-        """The marked text of a turn of the user that replies to the model with `text`, from behind
-        the model's turn to where its next turn begins. `last`: the last token of the model's turn;
-        if it ends no turn, or is not the one that opens the user's, that token is written too.
+        """The marked text of a user's turn, from behind the model's turn to its next one. `last`:
+        the last token of the model's turn; if it does not end the turn, the end is added.
         """
         before, after = self.around
         if last is not None and last != self.opening:

@@ -1,8 +1,7 @@
-"""The processes that a program which is not trusted has started: they end with it.
+"""The processes that an untrusted program has started: they end with it.
 
 A subreaper (prctl(2)) becomes the parent of every descendant whose own parent has ended, whatever
-its session, process group and environment are, and also if clone(2) with CLONE_PARENT has made it.
-Each program has a subreaper of its own, which starts it and kills all that it leaves.
+its session, group and environment. Each program has its own, which kills all that it leaves.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from megarl.environments.isolation import call_libc
 SET_DEATH_SIGNAL, SET_SUBREAPER = 1, 36
 LOOK_AGAIN_S = 0.0005
 END_WITHIN_S = 1.5
-"""Seconds within which the processes of a program must have ended once they are killed."""
+"""Seconds within which killed processes must have ended."""
 
 
 def oversee(parent: int, begin: Callable[[], object]) -> None:
-    """Fork a process that calls `begin`, which replaces it by a program. When the program ends, or
-    this process gets SIGTERM, as it does when the process `parent` ends, kill all that the program
-    has started, and end as the program has. Does not return.
+    """Fork a process that calls `begin`, which replaces it by a program. When that ends, or this
+    process gets SIGTERM, as at the end of `parent`, kill all that it started, and end as it has.
+    Does not return.
     """
     both = {signal.SIGCHLD, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, both)
@@ -59,11 +58,9 @@ def oversee(parent: int, begin: Callable[[], object]) -> None:
 
 
 def end_children(*, all_of_namespace: bool = False) -> None:
-    """Kill this process's children and their descendants until none is left, and reap them. This
-    process must adopt those whose parent has ended, as a subreaper (prctl) or as the first process
-    of its PID namespace. Raises `TimeoutError` after 1.5 seconds.
-
-    `all_of_namespace`: kill all processes of this namespace but its first, in one system call.
+    """Kill this process's descendants and reap them. It must adopt those whose parent has ended, as
+    a subreaper or as the first process of its PID namespace. Raises `TimeoutError` after 1.5
+    seconds. `all_of_namespace`: kill all of this namespace but its first, in one system call.
     """
     until = time.monotonic() + END_WITHIN_S
     while time.monotonic() < until:
@@ -80,9 +77,7 @@ def end_children(*, all_of_namespace: bool = False) -> None:
 
 
 def descendants() -> Iterator[int]:
-    """Yield the process ids of all descendants of this process, each as soon as it is found, so
-    that the caller can kill it before it forks again.
-    """
+    """Yield all descendants, each at once, so that the caller can kill it before it forks again."""
     above = [os.getpid()]
     while above:
         process = above.pop()

@@ -1,13 +1,9 @@
-"""Keeps a process that runs code which is not trusted from looking into the other processes of its
-user.
+"""Keeps a process that runs untrusted code from looking into other processes of its user.
 
-Linux lets a process read the environment variables, memory and open files of every process of the
-same user, through /proc and ptrace. A Landlock domain (landlock(7)) ends that: from inside, only
-processes of the same domain can be looked into, and, from Linux 6.12 on, only these can get
-signals. The domain needs no privileges, holds for root too, and passes on to every child process.
-
-A domain can also keep a process from files and TCP ports, and a seccomp(2) filter from the networks
-that Landlock does not know.
+Linux lets a process read environment, memory and open files of every process of its user; from
+inside a Landlock domain (landlock(7)), only of processes of the domain, to which alone, from Linux
+6.12 on, signals go. It needs no privileges, holds for root too, and passes on to children. A domain
+can also keep a process from files and TCP ports, a seccomp(2) filter from other networks.
 """
 
 from __future__ import annotations
@@ -27,36 +23,33 @@ CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 ASK_VERSION = 1
 SET_NO_NEW_PRIVILEGES, DROP_BOUNDING, SET_SECCOMP, WITH_FILTER = 38, 24, 22, 2
 LOOKING = (21, 38)
-"""CAP_SYS_ADMIN and CAP_PERFMON, with either of which newer kernels (6.18, not 6.1) let a process
-read the environment variables of any other, Landlock or not."""
+"""CAP_SYS_ADMIN and CAP_PERFMON: with either, newer kernels (6.18, not 6.1) let a process read any
+environment, Landlock or not."""
 OVER_MACHINE = tuple(range(9, 64))
-"""All capabilities but those over files and users: over networks, devices, modules, ..."""
 CAPABILITY_VERSION = 0x20080522
 MAKE_BLOCK_DEVICES, MOVE = 1 << 11, 1 << 13
 """Rights to make block device files, and to move or link a file into another folder. A domain must
-restrict a right, here the first; it then denies the second too, unless a rule grants it."""
+restrict a right, here the first, and then denies the second unless granted."""
 MOVES_SINCE = 2
-"""First version of Landlock in which a rule can grant `MOVE` (Linux 5.19)."""
+"""Version of Landlock in which a rule can grant `MOVE` (Linux 5.19)."""
 READ = 1 << 0 | 1 << 2
-"""Rights to read files, and to run them."""
 WRITE = 1 << 1 | 1 << 14
-"""Rights to write files, and to cut them off."""
 CHANGE = WRITE | 0b11_1111_1111 << 4
-"""Rights to write, make, rename and remove files of every kind."""
+"""Write, make, rename and remove files of every kind."""
 MAKE_DEVICES = 1 << 6 | MAKE_BLOCK_DEVICES
 WRITABLE = dict.fromkeys(
     ("/dev/null", "/dev/zero", "/dev/full", "/dev/tty", "/dev/random", "/dev/urandom"), WRITE
 )
-"""{path: rights} of what programs write to outside of their own folder. Not /dev/shm, where Ray and
-vLLM keep memory of the run, nor other terminals."""
+"""{path: rights} outside of a program's own folder. Not /dev/shm, where Ray and vLLM keep memory,
+nor other terminals."""
 PATH_RULE = 1
 CONNECT, PORT_RULE = 1 << 1, 2
-"""Right to connect by TCP, which a rule grants for one port (Linux 6.7)."""
+"""Right to connect by TCP, granted for one port (Linux 6.7)."""
 SCOPE_SIGNALS = 1 << 1
 """Signals go to processes of the domain only."""
 SCOPES_SINCE = 6
-"""First version of Landlock that can restrict signals (Linux 6.12). A domain that restricts them
-leaves files alone, so that mounts stay possible in a namespace of the process's own."""
+"""Can restrict signals (Linux 6.12). Such a domain leaves files alone, so that mounts stay possible
+in a namespace of the process's own."""
 
 NEWNS, NEWUSER = 0x00020000, 0x10000000
 RDONLY, NOSUID, NODEV = 1, 2, 4
@@ -67,8 +60,8 @@ INET, INET6, UNIX = 2, 10, 1
 STREAM, SEQPACKET, KIND = 1, 5, 0xF
 TCP, ANY, FAST_OPEN = 6, 0xFFFFFFFF, 0x20000000
 Rules = dict[str, tuple[int, int, Sequence[tuple[int, int, Sequence[int]]]]]
-"""{system call: (its number on x86_64, on aarch64, conditions)}. A condition is (number of an
-argument, mask, values that it may have under the mask)."""
+"""{system call: (number on x86_64, on aarch64, conditions)}; a condition: (number of an argument,
+mask, values that it may have under the mask)."""
 OWN: Sequence[tuple[int, int, Sequence[int]]] = [(0, ANY, (0,))]
 NEVER: Sequence[tuple[int, int, Sequence[int]]] = [(0, ANY, ())]
 OF_OTHERS: Rules = {
@@ -121,39 +114,35 @@ AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 Instruction = tuple[int, int, int, int]
 """Of BPF: (code, instructions to skip if true, if false, operand)."""
 LOAD, EQUAL, AT_LEAST, GIVE = 0x20, 0x15, 0x35, 0x06
-"""Codes of BPF: load a word of what is known of a system call, compare, end with a result."""
+"""Codes of BPF: load a word of the call's data, compare, end with a result."""
 REFUSE, ALLOW, KILL = 0x00050000, 0x7FFF0000, 0x80000000
-"""Results of a seccomp filter; to the first an error number is added."""
+"""Results of a filter; to the first an error number is added."""
 
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def call_libc(name: str, *values: int | str | bytes) -> int:
-    """Call the function `name` of the C library with `values`: integers as unsigned longs, texts
-    encoded. Returns its result. Raises `OSError` if that is -1.
-    """
-    given = [
+    """Result of a C function; raises `OSError` if it is -1."""
+    arguments = [
         ctypes.c_ulong(value) if isinstance(value, int) else os.fsencode(value) for value in values
     ]
-    found: int = getattr(libc, name)(*given)
-    if found == -1:
+    result: int = getattr(libc, name)(*arguments)
+    if result == -1:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
-    return found
+    return result
 
 
 def landlock_version() -> int:
-    """Version of Landlock's interface (ABI) in this kernel, from 1; 0 if there is none: before
-    Linux 5.13, if Landlock is off, or on another system.
-    """
+    """Version of Landlock's interface (ABI); 0 if there is none, as before Linux 5.13."""
     if sys.platform != "linux":
         return 0
     return max(0, libc.syscall(CREATE_RULESET, None, 0, ASK_VERSION))
 
 
 def has_filters() -> bool:
-    """Whether `filter_calls` works here: on Linux with seccomp, on x86_64 and aarch64."""
+    """Whether `filter_calls` works here."""
     if sys.platform != "linux" or os.uname().machine not in AUDIT:
         return False
     libc.prctl(SET_SECCOMP, WITH_FILTER, 0, 0, 0)  # at address 0 is no filter
@@ -163,24 +152,20 @@ def has_filters() -> bool:
 def enter_own_domain(
     *, mounts: bool, connects: int = 0, folder: str = "", hidden: Sequence[str] = ()
 ) -> bool:
-    """Put this thread, and all threads and processes that it starts from now on, into a Landlock
-    domain of their own, for good. From inside, memory, environment variables and open files of
-    processes outside cannot be read, nor, from Linux 6.12 on, signals be sent to these. Returns
-    True if that was done, False if the kernel cannot, which changes nothing. Raises `OSError` if
-    the kernel refuses.
+    """Put this thread, and all that it starts from now on, into a Landlock domain for good. Returns
+    False if the kernel cannot, which changes nothing; raises `OSError` if it refuses. Programs that
+    change the user when they start (sudo, newuidmap) no longer do so.
 
-    `mounts`: whether the process will make mounts in namespaces, as the sandbox of the verifier
-    `code` does; before Linux 6.12 no domain allows that, and False is returned. In the domain,
-    programs that change the user when they start (sudo, newuidmap) no longer do so. Without
-    `mounts`, root also loses CAP_SYS_ADMIN and CAP_PERFMON. `connects`: the only TCP port to which
-    connections can be made from inside, from Linux 6.7 on; 0 for any.
+    `mounts`: the process will make mounts in namespaces, as the sandbox of the verifier `code`
+    does; no domain allows that before Linux 6.12. Without `mounts`, root loses CAP_SYS_ADMIN and
+    CAP_PERFMON. `connects`: the only TCP port to connect to, from Linux 6.7 on; 0: any.
 
     `folder`: absolute path of the only folder in which files can be written, made, renamed and
-    removed, beside the devices in `WRITABLE`; "" for no rules of files. Elsewhere their permissions
-    and times can still be changed. Needs Linux 6.2 or newer, excludes `mounts`, and of root's
-    capabilities leaves those over files and users. `hidden`: comes with `folder`; absolute paths
-    without links of the files and folders that cannot be read, where "/a/b*" stands for all paths
-    that begin with /a/b. `folder` can be, and files that are later put beside them cannot.
+    removed, beside `WRITABLE`; "": no rules of files. Permissions and times elsewhere can still be
+    changed. Needs Linux 6.2, excludes `mounts`, and leaves root only capabilities over files and
+    users. `hidden`: with `folder`, absolute paths without links that cannot be read; "/a/b*" stands
+    for all that begin with /a/b. `folder` can be read; files put beside the hidden ones later
+    cannot.
     """
     version = landlock_version()
     has_scopes = version >= SCOPES_SINCE
@@ -196,12 +181,12 @@ def enter_own_domain(
     if folder:
         # Python too, where it lies beside others in a folder that cannot be listed.
         pythons = _pythons()
-        above = {place for place in pythons if any(one.startswith(f"{place}/") for one in hidden)}
+        above = {path for path in pythons if any(entry.startswith(f"{path}/") for entry in hidden)}
         for path in [*_all_but(hidden), *(pythons - above)]:
             with contextlib.suppress(OSError):  # it has been removed, or is a link
                 _grant(ruleset, path, READ)
         for path, rights in WRITABLE.items():
-            if not any(one.startswith(f"{path}/") for one in hidden):
+            if not any(entry.startswith(f"{path}/") for entry in hidden):
                 with contextlib.suppress(OSError):
                     _grant(ruleset, os.path.realpath(path), rights)
         _grant(ruleset, folder, READ | CHANGE & ~MAKE_DEVICES)
@@ -219,18 +204,16 @@ def enter_own_domain(
 
 
 def cover(hidden: Sequence[str], folder: str) -> bool:
-    """Lay an empty folder over each folder of `hidden`, since Landlock cannot keep a program from
-    listing a folder in another that it may list, and make all but `folder` read-only, so that
-    permissions and times stay. Only this process and those that it starts see it, from user and
-    mount namespaces of their own. `hidden`, `folder`: as for `enter_own_domain`, which comes later.
-    Returns False if the kernel refuses that, as in some containers; then names can be listed.
+    """Lay an empty folder over each folder of `hidden`, which Landlock lets a program list, and
+    make all but `folder` read-only, for this process and its children, before `enter_own_domain`.
+    Returns False if the kernel refuses new namespaces, as in some containers.
     """
     user, group = os.geteuid(), os.getegid()
     ids = {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}
-    paths = [path for one in hidden for path in (glob.glob(one) if one.endswith("*") else [one])]
-    kept = tuple(f"{one}/" for one in (folder, *_pythons()))
+    paths = [path for p in hidden for path in (glob.glob(p) if p.endswith("*") else [p])]
+    kept = tuple(f"{path}/" for path in (folder, *_pythons()))
     covered = [path for path in paths if not f"{path}/".startswith(kept[0])]
-    covered = [path for path in covered if not any(one.startswith(f"{path}/") for one in kept[1:])]
+    covered = [path for path in covered if not any(top.startswith(f"{path}/") for top in kept[1:])]
     try:
         call_libc("unshare", NEWUSER | NEWNS)
         for name, text in ids.items():
@@ -252,12 +235,12 @@ def cover(hidden: Sequence[str], folder: str) -> bool:
 
 
 def _pythons() -> set[str]:
-    return {os.path.realpath(one) for one in (sys.prefix, sys.base_prefix)}
+    return {os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix)}
 
 
 def set_mount(path: str, flags: int, *, clear: int = 0, below: bool = False) -> None:
-    """Set and clear flags of the mount at `path` and, with `below`, of all mounts below it. Raises
-    `OSError`; Linux before 5.12 cannot do it.
+    """Set and clear flags of the mount at `path` and, with `below`, of those below it. Raises
+    `OSError`, always before Linux 5.12.
     """
     change = struct.pack("QQQQ", flags, clear, 0, 0)
     recursive = AT_RECURSIVE if below else 0
@@ -265,8 +248,8 @@ def set_mount(path: str, flags: int, *, clear: int = 0, below: bool = False) -> 
 
 
 def _grant(ruleset: int, path: str, rights: int) -> None:
-    """Add to a ruleset of Landlock that what lies at `path` and below has `rights`; a file only
-    those of a file, a symbolic link and a block device none. Raises `OSError`.
+    """Give what lies at `path` and below `rights`, a file only those of a file, links and block
+    devices none. Raises `OSError`.
     """
     opened = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -280,31 +263,30 @@ def _grant(ruleset: int, path: str, rights: int) -> None:
 
 
 def _all_but(hidden: Sequence[str]) -> Iterator[str]:
-    """Iterate over paths that hold all files but `hidden` (see `enter_own_domain`), /dev/shm and
-    /dev/pts; not over what appears later in /, /dev or a folder above a hidden one.
+    """Yield paths that hold all files but `hidden`, /dev/shm, /dev/pts, and later ones beside
+    these.
     """
-    whole = {one for one in hidden if not one.endswith("*")}
-    begin = tuple(one[:-1] for one in hidden if one.endswith("*"))
+    whole = {entry for entry in hidden if not entry.endswith("*")}
+    begin = tuple(entry[:-1] for entry in hidden if entry.endswith("*"))
     on_the_way, whole = {"/", "/dev"}, whole | {"/dev/shm", "/dev/pts"}
-    for one in hidden:
-        above, upwards = set[str](), one
+    for path in hidden:
+        above, upwards = set[str](), path
         while len(upwards := os.path.dirname(upwards)) > 1:
             above.add(upwards)
         if not above & whole:  # or all of it is hidden already
             on_the_way |= above
     for folder in on_the_way:
         with contextlib.suppress(OSError):  # some can be passed and not listed, or are missing
-            for path in (one.path for one in os.scandir(folder)):
+            for path in (item.path for item in os.scandir(folder)):
                 if not (path in on_the_way or path in whole or path.startswith(begin)):
                     yield path
 
 
 def filter_calls(*, alone: bool) -> None:
-    """Have the kernel refuse this process, and all that it starts from now on, with EACCES: to
-    change limits and priorities of other processes, and the user's keys. `alone`: also System V and
-    POSIX memory, queues and semaphores, and every socket but those of TCP: no datagrams, no Unix
-    sockets but pairs, no servers. Raises `OSError`, and `KeyError` on a machine that is neither
-    x86_64 nor aarch64. `enter_own_domain` comes first.
+    """Have the kernel refuse, with EACCES, that this process and its children change limits and
+    priorities of others, or the user's keys. `alone`: also System V and POSIX memory, queues and
+    semaphores, and sockets but TCP clients and Unix pairs. Raises `OSError`, and `KeyError` but on
+    x86_64 and aarch64. Comes after `enter_own_domain`.
     """
     machine, code = os.uname().machine, list[Instruction]()
     load, equal, mask, give, refuse = LOAD, EQUAL, 0x54, GIVE, REFUSE | errno.EACCES
@@ -322,16 +304,15 @@ def filter_calls(*, alone: bool) -> None:
 
 
 def install_filter(code: Sequence[Instruction], *, x32: int) -> None:
-    """Install a seccomp filter in this process, and so in all that it starts. `code`: instructions
-    of BPF, of which the first finds the number of the system call loaded. Calls with the numbers of
-    32-bit programs kill the process, those of the x32 interface of x86_64 fail with the error
-    number `x32`. Raises `OSError`, and `KeyError` on a machine that is neither x86_64 nor aarch64.
+    """Install a seccomp filter: `code`, BPF that finds the number of the system call loaded. Calls
+    of 32-bit programs kill the process, those of the x32 interface fail with error `x32`. Raises as
+    `filter_calls`.
     """
     machine = os.uname().machine
     head = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, AUDIT[machine]), (GIVE, 0, 0, KILL), (LOAD, 0, 0, 0)]
     if machine == "x86_64":
         head += [(AT_LEAST, 0, 1, 0x40000000), (GIVE, 0, 0, REFUSE | x32)]
-    packed = b"".join(struct.pack("HBBI", *one) for one in [*head, *code])
+    packed = b"".join(struct.pack("HBBI", *instruction) for instruction in [*head, *code])
     buffer = ctypes.create_string_buffer(packed)
     program = struct.pack("HxxxxxxQ", len(head) + len(code), ctypes.addressof(buffer))
     held = ctypes.create_string_buffer(program)
@@ -344,11 +325,11 @@ def _drop(capabilities: Sequence[int]) -> None:
         # Refused without CAP_SETPCAP: then there is nothing to regain either.
         libc.prctl(DROP_BOUNDING, number, 0, 0, 0)
     head = struct.pack("Ii", CAPABILITY_VERSION, 0)
-    found = ctypes.create_string_buffer(24)
-    call_libc("capget", head, ctypes.addressof(found))
+    sets = ctypes.create_string_buffer(24)
+    call_libc("capget", head, ctypes.addressof(sets))
     # Effective, permitted and inheritable, first their low 32 bits, then their high ones.
-    words = list(struct.unpack("6I", found.raw))
+    words = list(struct.unpack("6I", sets.raw))
     for number in capabilities:
-        for part in range(3):
-            words[number // 32 * 3 + part] &= ~(1 << number % 32)
+        for group in range(3):
+            words[number // 32 * 3 + group] &= ~(1 << number % 32)
     call_libc("capset", head, struct.pack("6I", *words))

@@ -1,7 +1,6 @@
-"""Scores responses with all verifiers of a recipe, wherever these run: in worker processes, on
-reward servers, or both.
+"""Scores responses with all verifiers of a recipe, in worker processes and on reward servers.
 
-    Judge.judge(prompt, response) -> Outcome    by Workers, and a RewardClient for each server
+Judge.judge(prompt, response) -> Outcome    by Workers, and a RewardClient for each server
 """
 
 from __future__ import annotations
@@ -22,11 +21,8 @@ from megarl.types import Prompt
 
 
 class Judge:
-    """Scores responses with the verifier, the weighted reward functions or the mixture of verifiers
-    of the section `environment` of a recipe (`config`). `await judge(...)` for each response,
-    `await close()` at the end, all in one event loop. Worker processes and connections to reward
-    servers start with the first response that needs them. `codec` decodes responses given as token
-    ids.
+    """Scores responses with the verifier, the weighted reward functions or the mixture of a recipe,
+    in one event loop. Processes and connections start with the first response that needs them.
     """
 
     def __init__(
@@ -35,9 +31,8 @@ class Judge:
         codec: Codec | None,
         token: Token | None,
     ) -> None:
-        """`codec` decodes responses that are given as token ids; None if all are texts. `token`:
-        bearer token of the reward servers, or None. Raises `ValueError` if a file of the user's is
-        missing or a verifier's name is unknown.
+        """`codec`: None if all responses are texts. `token`: of the reward servers. Raises
+        `ValueError` if a file of the user's is missing or a verifier's name is unknown.
         """
         self._config = config
         self.pool = Workers(config, codec)
@@ -50,19 +45,15 @@ class Judge:
         self, prompt: Prompt, response: str | np.ndarray, num_tokens: int | None = None
     ) -> Outcome:
         """Score one response, a text or token ids [T] int32, with the verifier that `prompt` asks
-        for. Returns an `Outcome`: `score` (higher is better), `correct` and `metrics`, or, after an
-        error or time-out, `failure` and `detail`. Raises `ValueError` only if a verifier cannot be
-        loaded, `RuntimeError` after `close`.
-
-        `num_tokens`: tokens that the model has generated; None: the number of token ids or, if a
-        codec was given, of tokens in the text.
+        for. Raises `ValueError` if a verifier cannot be loaded, `RuntimeError` after `close`.
+        `num_tokens`: generated; None: they are counted.
         """
         try:
             name = named_part(prompt, self._config) if self._config.mixture else ""
         except ValueError as error:
             return Outcome(failure="error", detail=str(error))
         config = self._parts[name]
-        clients = {one: self.clients[one] for one in named(config) if is_remote(one)}
+        clients = {server: self.clients[server] for server in named(config) if is_remote(server)}
         if not clients:
             return await self.pool.judge(prompt, response, num_tokens)
         if not isinstance(response, str):
@@ -71,46 +62,46 @@ class Judge:
                 response = await self.pool.decode(response)
             except RuntimeError as error:
                 return Outcome(failure="error", detail=str(error))
-        calls = {one: client.score(prompt, response) for one, client in clients.items()}
+        calls = {server: client.score(prompt, response) for server, client in clients.items()}
         if local(config):
             calls[""] = self.pool.judge(prompt, response, num_tokens)
         outcomes = dict(zip(calls, await asyncio.gather(*calls.values()), strict=True))
         return _total(config, outcomes) if config.rewards else outcomes[config.verifier]
 
     async def close(self) -> None:
-        """End the worker processes and close the connections to reward servers."""
+        """End the worker processes and close the connections."""
         for client in self.clients.values():
             await client.close()
         await self.pool.close()
 
 
 def _total(config: EnvironmentConfig, outcomes: dict[str, Outcome]) -> Outcome:
-    """The weighted sum of the servers' outcomes and, under the name "", those of the functions in
-    worker processes, which are added up already.
+    """The weighted sum of the servers' outcomes and, under the name "", that of the worker
+    processes.
     """
     weights = named(config)
     shown, first = short_names(list(weights)), next(iter(weights))
-    warning = "; ".join(filter(None, [one.warning for one in outcomes.values()]))
+    warning = "; ".join(filter(None, [outcome.warning for outcome in outcomes.values()]))
     for name, outcome in outcomes.items():
         if outcome.failure:
             # The worker has named the function already.
-            place = f"{shown[name]}: " if name else ""
-            return replace(outcome, detail=f"{place}{outcome.detail}", warning=warning)
+            prefix = f"{shown[name]}: " if name else ""
+            return replace(outcome, detail=f"{prefix}{outcome.detail}", warning=warning)
     scores = {
         name: Score(outcome.score, outcome.correct, outcome.metrics)
         for name, outcome in outcomes.items()
     }
-    here = scores.pop("", Score(None))
+    local_score = scores.pop("", Score(None))
     order = sorted(scores, key=lambda name: name != first)
     try:
         there = add_up([(shown[name], weights[name], scores[name]) for name in order])
-        given = [one for one in (there, here) if one.reward is not None]
-        reward = as_reward(sum(one.reward or 0.0 for one in given)) if given else None
+        scored = [score for score in (there, local_score) if score.reward is not None]
+        reward = as_reward(sum(score.reward or 0.0 for score in scored)) if scored else None
     except BadScore as error:
-        said = f"{setting_of(config)}: {error}"
-        return Outcome(failure=error.failure, detail=said, warning=warning)
-    metrics = there.metrics | here.metrics
-    if not given:
+        detail = f"{setting_of(config)}: {error}"
+        return Outcome(failure=error.failure, detail=detail, warning=warning)
+    metrics = there.metrics | local_score.metrics
+    if not scored:
         return Outcome(abstained=True, metrics=metrics, warning=warning)
-    correct = given[0 if is_remote(first) else -1].correct
+    correct = scored[0 if is_remote(first) else -1].correct
     return Outcome(reward, correct, metrics, warning=warning)

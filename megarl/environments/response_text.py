@@ -1,6 +1,4 @@
-"""What verifiers share: where a model's thinking ends and its answer begins, and which texts count
-as the same answer.
-"""
+"""What verifiers share: where a model's thinking ends, and which texts are the same answer."""
 
 from __future__ import annotations
 
@@ -17,9 +15,8 @@ THOUSANDS = re.compile(r"[-+]?\$?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 
 class Counted(str):
-    """The text of a response, a `str`, with the number of tokens that the model generated for it as
-    the attribute `num_tokens`. Made by `Counted.of`; string methods return plain texts without the
-    number.
+    """The text of a response with the number of tokens that the model generated. Its string methods
+    return plain texts.
     """
 
     __slots__ = ("num_tokens",)
@@ -27,57 +24,50 @@ class Counted(str):
 
     @classmethod
     def of(cls, text: str, num_tokens: int) -> Counted:
-        """A new text equal to `text` whose `num_tokens` is the given number."""
-        made = cls(text)
-        made.num_tokens = num_tokens
-        return made
+        counted = cls(text)
+        counted.num_tokens = num_tokens
+        return counted
 
 
 def without_thousands(text: str) -> str:
-    """`text` without surrounding whitespace and, if all of it is one number with commas between its
-    thousands (`$1,234.50`), without the commas. Other texts keep theirs.
+    """`text` stripped and, if it is one number with commas between its thousands (`$1,234.50`),
+    without these.
     """
     text = text.strip()
     return text.replace(",", "") if THOUSANDS.fullmatch(text) else text
 
 
 def after_last(marker: str, text: str) -> str | None:
-    """The part of `text` after the last occurrence of `marker`: the whole text if `marker` is
-    empty, None if `marker` does not occur.
+    """The text after the last `marker`, all of it if `marker` is empty; None if it does not
+    occur.
     """
     if not marker:
         return text
-    _, found, rest = text.rpartition(marker)
-    return rest if found else None
+    _, separator, rest = text.rpartition(marker)
+    return rest if separator else None
 
 
 def row_value(prompt: Prompt, column: str, setting: str) -> Any:
-    """The value in column `column` of the data set row that `prompt` was made of (`prompt.fields`);
-    `"a.b"` is key `b` of the object in column `a`, unless a column has that whole name. Raises
-    `ValueError` that names `setting`, the recipe's key with the column's name, if there is no such
-    column.
+    """The value in column `column` of the prompt's row; `"a.b"` is key `b` of the object in column
+    `a`, unless a column has that whole name. Raises `ValueError` that names `setting` if there is
+    none.
     """
     if column in prompt.fields:
         return prompt.fields[column]
     value: Any = prompt.fields
-    for part in column.split("."):
-        if not isinstance(value, dict) or part not in value:
+    for key in column.split("."):
+        if not isinstance(value, dict) or key not in value:
             raise ValueError(
                 f"row {prompt.index} of the data has no column '{column}'; set {setting} to one of"
                 f" {', '.join(prompt.fields)}"
             )
-        value = value[part]
+        value = value[key]
     return value
 
 
 def with_tags(config: EnvironmentConfig, tags: tuple[str, str]) -> EnvironmentConfig:
-    """`config`, with `tags` as its setting `thinking` if that setting is empty. `thinking` holds
-    the tags around what a model thinks before it answers, (opening, closing). `tags`: such a pair,
-    as the model's chat template names it.
-
-    If `config.thinking` is an empty tuple, the default, a copy of `config` with `thinking` = `tags`
-    is returned. If it names two tags, `config` itself is returned. If it is None, which means that
-    verifiers read the thinking too, `config` itself is returned.
+    """`config`; if its `thinking` is empty, the default, a copy with `tags` there, (opening,
+    closing) of the chat template. None stays: verifiers then read the thinking too.
     """
     if config.thinking is None or config.thinking:
         return config
@@ -85,12 +75,9 @@ def with_tags(config: EnvironmentConfig, tags: tuple[str, str]) -> EnvironmentCo
 
 
 def answer_part(response: str, thinking: tuple[str, ...] | None, question: str = "") -> str:
-    """The part of a response after its last closing tag of thinking. The whole response if it has
-    no thinking, and "" if the thinking does not end. `question`: the prompt's text; if it ends with
-    the opening tag, the response begins inside the thinking.
-
-    `thinking`: the pair (opening, closing) of tags. An empty tuple stands for `<think>` and
-    `</think>`. If it is None, every response is returned whole.
+    """The response after its last closing tag of thinking; "" if the thinking does not end. If
+    `question`, the prompt's text, ends with the opening tag, the response begins inside.
+    `thinking`: (opening, closing); empty: `TAGS`; None: no tags.
     """
     if thinking is None:
         return response
@@ -101,11 +88,8 @@ def answer_part(response: str, thinking: tuple[str, ...] | None, question: str =
 
 
 def without_opening(prompt: Prompt, thinking: tuple[str, ...] | None) -> Prompt:
-    """A copy of the prompt whose `text` does not end with the opening tag of thinking, for scoring
-    an answer that the model did not write. The prompt itself if its text does not end so.
-
-    `thinking`: the pair (opening, closing) of tags. An empty tuple stands for `<think>` and
-    `</think>`. If it is None, the prompt itself is returned.
+    """The prompt without an opening tag of thinking at the end of its `text`, for scoring an answer
+    that the model did not write. `thinking`: as for `answer_part`.
     """
     opening = (thinking or TAGS)[0]
     if thinking is None or not prompt.text.rstrip().endswith(opening):

@@ -1,13 +1,10 @@
-"""The HTTP client of a reward server, which sends responses in batches, with retries and a circuit
-breaker.
+"""The HTTP client of a reward server, with batches, retries and a circuit breaker.
 
     score(prompt, response) --BatchQueue--> connections, one request each --POST--> Outcome
 
-Every response ends with an `Outcome`: its score, or a failure that says what the server said. The
-time limit of a response (`environment.time_limit_s`) runs from when a connection takes its batch
-from the queue; while the circuit breaker is open it also runs for responses that are still in the
-queue. So waiting in the queue of a slow server costs a response none of its time, and a dead server
-does not hold up a run for longer than the limit.
+The time limit of a response runs from when a connection takes its batch from the queue; while the
+circuit breaker is open, also in the queue. So a slow server's queue costs no time, and a dead
+server does not hold up a run for longer.
 """
 
 from __future__ import annotations
@@ -37,12 +34,11 @@ from megarl.settings.schema import shortened
 from megarl.types import Prompt
 
 REQUEST_BYTES = 8 * 2**20
-"""A batch whose samples have more bytes is sent in parts, unless a single sample does."""
+"""A batch of more bytes is split, unless it is a single sample."""
 ANSWER_BYTES_PER_SAMPLE, ANSWER_BYTES = 64 * 2**10, 2**20
 """Largest answer that is read: so many bytes for each sample, and so many more."""
 ANSWER_SHARE = 0.9
-"""Fraction of a request's time limit within which the server is asked to answer; the rest is for
-the way back."""
+"""Fraction of a request's time limit within which the server is asked to answer."""
 WORDS = 300
 """Most characters of a server's own words in a message."""
 ADVICE = {
@@ -67,17 +63,15 @@ class _Refused(Exception):
     said: str
     """What the server did, as the rest of a sentence about it."""
     again: bool = False
-    """Whether sending the request once more may help, after `after_s` seconds at least."""
+    """Whether repeating the request may help, after `after_s` seconds at least."""
     after_s: float = 0.0
     timed_out: bool = False
     too_large: bool = False
 
 
 class RewardClient:
-    """Scores responses by HTTP with the reward server at one address, `url`: `await score(prompt,
-    response)` from any number of tasks, then `await close()`. Needs a running event loop, and all
-    calls must come from the same one. The connections are opened by the first `score`. `config`:
-    the section `environment` of the recipe, with time limits and attempts.
+    """Scores responses with the reward server at `url`. All calls in one event loop; connections
+    open with the first `score`.
     """
 
     def __init__(self, url: str, config: EnvironmentConfig, token: Token | None) -> None:
@@ -93,15 +87,13 @@ class RewardClient:
         self._failures = 0
         """Failed requests in a row."""
         self._open_since: float | None = None
-        """When the circuit breaker opened; None while it is closed."""
+        """When the circuit breaker opened; None: it is closed."""
         self._probing, self._probe_at = asyncio.Lock(), 0.0
         self._last_words, self._warning = "", ""
 
     async def score(self, prompt: Prompt, response: str) -> Outcome:
-        """Score one response text to `prompt`; waits until the server has answered or the
-        response's time limit is over. Returns an `Outcome`: `score` (higher is better), `correct`
-        and `metrics`, or, after any failure of the server, `failure` and `detail`. Raises
-        `RuntimeError` only if the client is closed.
+        """Score one response; any failure of the server is the outcome's. Raises `RuntimeError` if
+        the client is closed.
         """
         if self._closed:
             raise RuntimeError("the environment's reward client is closed")
@@ -114,7 +106,6 @@ class RewardClient:
         return await self._queue.put(body).result
 
     def _open(self) -> None:
-        """Start the lanes, in the caller's event loop."""
         import aiohttp  # takes a quarter of a second, and most runs have no reward server
 
         self._session = aiohttp.ClientSession(
@@ -127,8 +118,8 @@ class RewardClient:
         self._lanes = [asyncio.create_task(self._lane()) for _ in range(self._config.connections)]
 
     async def close(self) -> None:
-        """Cancel the requests under way, whose `score` calls raise `CancelledError`, and close the
-        connections. A second call does nothing more.
+        """Cancel the requests under way (their `score` raises `CancelledError`) and close the
+        connections.
         """
         self._closed = True
         for lane in self._lanes:
@@ -139,45 +130,44 @@ class RewardClient:
             await self._session.close()
 
     async def _lane(self) -> None:
-        """Send batches, one after another."""
         config, loop = self._config, asyncio.get_running_loop()
         while True:
             batch = await self._queue.take(config.batch_size, config.linger_ms / 1e3)
             now, opened = time.monotonic(), self._open_since
             timers, until = list[asyncio.TimerHandle](), now
-            for one in batch:
-                ends = self._limit_s + (now if opened is None else max(one.since, opened))
-                timers.append(loop.call_later(ends - now, self._too_late, one))
+            for item in batch:
+                ends = self._limit_s + (now if opened is None else max(item.since, opened))
+                timers.append(loop.call_later(ends - now, self._too_late, item))
                 until = max(until, ends)
             try:
                 async with asyncio.timeout(until - now):
                     await self._deliver(batch, until)
             except TimeoutError:
-                for one in batch:
-                    self._too_late(one)
+                for item in batch:
+                    self._too_late(item)
             except Exception as error:  # a mistake of ours must not leave anybody waiting
                 self._fail(batch, f"{type(error).__name__}: {error}")
             finally:
-                for timer, one in zip(timers, batch, strict=True):
+                for timer, item in zip(timers, batch, strict=True):
                     timer.cancel()
-                    one.result.cancel()
+                    item.result.cancel()
 
     def _too_late(self, waiting: Item) -> None:
-        """Have `waiting` fail as a time-out, unless it has an outcome."""
-        said = f"no score within environment.time_limit_s = {self._limit_s:g} s from {self.url}"
+        detail = f"no score within environment.time_limit_s = {self._limit_s:g} s from {self.url}"
         words = waiting.note
         if self._open_since is not None:
-            said, words = f"{said}, whose circuit breaker is open", words or self._last_words
-        said += f": it {words}" if words else ""
-        self._answer(waiting, Outcome(failure="timeout", detail=said))
+            detail, words = f"{detail}, whose circuit breaker is open", words or self._last_words
+        detail += f": it {words}" if words else ""
+        self._answer(waiting, Outcome(failure="timeout", detail=detail))
 
-    def _fail(self, batch: Sequence[Item], said: str, *, timed_out: bool = False) -> None:
-        kind = "timeout" if timed_out else "error"
-        for one in batch:
-            self._answer(one, Outcome(failure=kind, detail=f"the reward server {self.url} {said}"))
+    def _fail(self, batch: Sequence[Item], reason: str, *, timed_out: bool = False) -> None:
+        detail = f"the reward server {self.url} {reason}"
+        outcome = Outcome(failure="timeout" if timed_out else "error", detail=detail)
+        for item in batch:
+            self._answer(item, outcome)
 
     def _answer(self, waiting: Item, outcome: Outcome) -> None:
-        """Set the outcome of `waiting`, with a warning if there is one that nobody has got."""
+        """Set the outcome of `waiting`, with a warning that nobody has got yet."""
         if not waiting.result.done():
             # Once more: what a server repeats may come out of its JSON only now.
             detail = self._without_token(outcome.detail)[:DETAIL_CHARACTERS]
@@ -189,46 +179,45 @@ class RewardClient:
         return text if self._token is None else text.replace(self._token.value, "(token)")
 
     async def _deliver(self, batch: Sequence[Item], until: float) -> None:
-        """Send a batch until it is answered, its attempts are used up, or it is cancelled, `until`
-        (by `time.monotonic`) at the latest. A probe of a server whose breaker is open is none of
-        its attempts.
+        """Send a batch until it is answered, its attempts are used up, or `until` (by
+        `time.monotonic`). Probes of a server whose breaker is open count as no attempts.
         """
         config, attempt = self._config, 0
-        while wanted := [one for one in batch if not one.result.done()]:
+        while unscored := [item for item in batch if not item.result.done()]:
             probes = self._open_since is not None
             try:
-                if len(wanted) > 1 and sum(len(one.item) for one in wanted) > REQUEST_BYTES:
+                if len(unscored) > 1 and sum(len(item.item) for item in unscored) > REQUEST_BYTES:
                     raise _Refused("", too_large=True)
                 if not probes:
                     attempt += 1
-                    await self._attempt(wanted, until)
+                    await self._attempt(unscored, until)
                     continue
                 async with self._probing:
                     if self._open_since is not None:  # the probe before may have closed it
                         await asyncio.sleep(max(0.0, self._probe_at - time.monotonic()))
-                        await self._attempt(wanted, until)
+                        await self._attempt(unscored, until)
             except _Refused as refused:
-                for one in wanted:
-                    one.note = refused.said
-                if refused.too_large and len(wanted) > 1:
-                    half = len(wanted) // 2
-                    await self._deliver(wanted[:half], until)
-                    await self._deliver(wanted[half:], until)
+                for item in unscored:
+                    item.note = refused.said
+                if refused.too_large and len(unscored) > 1:
+                    half = len(unscored) // 2
+                    await self._deliver(unscored[:half], until)
+                    await self._deliver(unscored[half:], until)
                 elif not refused.again or (attempt >= config.attempts and not probes):
                     tries = f" ({attempt} attempts)" if attempt > 1 else ""
-                    self._fail(wanted, f"{refused.said}{tries}", timed_out=refused.timed_out)
+                    self._fail(unscored, f"{refused.said}{tries}", timed_out=refused.timed_out)
                 elif not probes:
                     pause = min(config.backoff_s * 2 ** (attempt - 1), config.longest_backoff_s)
                     await asyncio.sleep(max(pause * random.uniform(0.5, 1.0), refused.after_s))
 
     async def _attempt(self, batch: Sequence[Item], until: float) -> None:
-        """Send a request and set the outcomes that its answer holds. Raises `_Refused`, also if the
-        server had not scored all in time. The circuit breaker opens or closes by how it went.
+        """Send a request and set the outcomes in its answer. Raises `_Refused`, also if the server
+        has not scored all in time. Opens or closes the circuit breaker.
         """
         failed = True
         try:
             limit_s = min(self._attempt_s, until - time.monotonic())
-            outcomes = await self._post([one.item for one in batch], limit_s)
+            outcomes = await self._post([item.item for item in batch], limit_s)
             failed = False
         except _Refused as refused:
             failed, self._last_words = refused.again, refused.said
@@ -245,15 +234,15 @@ class RewardClient:
                     f"the reward server {self.url} failed {self._failures} times in a row: it"
                     f" {self._last_words}; requests wait until it answers again"
                 )
-        for one, outcome in zip(batch, outcomes, strict=True):
+        for item, outcome in zip(batch, outcomes, strict=True):
             if outcome is not None:
-                self._answer(one, outcome)
+                self._answer(item, outcome)
         if None in outcomes:
             raise _Refused("had not scored it in time", again=True, timed_out=True)
 
     async def _post(self, samples: Sequence[bytes], limit_s: float) -> list[Outcome | None]:
-        """The answer to one request: the outcomes of the samples, None for those that are not
-        scored yet. Raises `_Refused`.
+        """The outcomes of one request, None for samples that are not scored yet. Raises
+        `_Refused`.
         """
         import aiohttp
 
@@ -273,42 +262,42 @@ class RewardClient:
                 ) as reply,
             ):
                 body = b""
-                async for part in reply.content.iter_chunked(1 << 16):
-                    body += part
+                async for chunk in reply.content.iter_chunked(1 << 16):
+                    body += chunk
                     if len(body) > most:
                         raise _Refused(f"answered more than {most:,} bytes")
         except TimeoutError:
-            said = f"did not answer within {limit_s:.3g} s (environment.remote.attempt_limit_s)"
-            raise _Refused(said, again=True, timed_out=True) from None
+            why = f"did not answer within {limit_s:.3g} s (environment.remote.attempt_limit_s)"
+            raise _Refused(why, again=True, timed_out=True) from None
         except (aiohttp.ClientError, OSError) as error:
             # Before it is shortened: a part of the token would not be found.
-            said = shortened(self._without_token(f"{type(error).__name__}: {error}"), WORDS)
-            raise _Refused(f"cannot be reached: {said}", again=True) from None
+            why = shortened(self._without_token(f"{type(error).__name__}: {error}"), WORDS)
+            raise _Refused(f"cannot be reached: {why}", again=True) from None
         text = self._without_token(body.decode(errors="replace"))
         if reply.status != 200:
             raise self._refusal(reply.status, text, reply.headers.get("Retry-After", ""))
         try:
             return read_answer(text, len(samples), maps_scores=self._maps_scores)
         except BadMessage as error:
-            said = f"gave an answer that {error}; see docs/reference_rewards.md for what it must be"
-            raise _Refused(said) from None
+            why = f"gave an answer that {error}; see docs/reference_rewards.md for what it must be"
+            raise _Refused(why) from None
 
     def _refusal(self, status: int, text: str, after: str) -> _Refused:
-        """What an answer of another status than 200 stands for. `text`: its body, of which the
-        message has the server's own words. `after`: its header `Retry-After`.
+        """What an answer of another status than 200 stands for. `text`: its body. `after`: its
+        header `Retry-After`.
         """
         words = text
         with contextlib.suppress(ValueError, RecursionError, AttributeError):
             tree = json.loads(text)
             words = str(tree.get("error") or tree.get("detail") or text)
         words = shortened(self._without_token(words), WORDS)
-        said = f"answered {status}" + (f": {words}" if words else "")
+        reason = f"answered {status}" + (f": {words}" if words else "")
         if status == 429 or status >= 500:
             seconds = float(after) if after.isascii() and after.isdecimal() else 0.0
-            return _Refused(said, again=True, after_s=seconds)
-        advice = next((said for found, said in ADVICE.items() if status in found), "see its log")
+            return _Refused(reason, again=True, after_s=seconds)
+        advice = next((fix for codes, fix in ADVICE.items() if status in codes), "see its log")
         if status in (401, 403) and (variable := self._config.token_variable):
             advice = (
                 f"export {variable} (environment.remote.token_variable) with the server's own token"
             )
-        return _Refused(f"{said}; {advice}", too_large=status == 413)
+        return _Refused(f"{reason}; {advice}", too_large=status == 413)

@@ -1,5 +1,4 @@
-"""What a reward function may return, how the scores of several functions add up, and what a worker
-process replies to a request (`Outcome`).
+"""What a reward function may return, how several scores add up, and what a worker process replies.
 
     number | None | {"reward": number, "correct": bool, other names: numbers} --read_score--> Score
 
@@ -17,35 +16,29 @@ from typing import Any, Literal
 from megarl.types import Failure
 
 MAX_REWARD = 1e9
-"""Largest size of a reward. The squares of larger ones would leave the range of float32."""
+"""Squares of larger rewards leave the range of float32."""
 MAX_METRICS = 64
-"""Largest number of metrics that one reward function may return."""
+"""Of one reward function."""
 METRIC = re.compile(r"[\w .%+@-][\w .%+@/-]{0,63}")
 DETAIL_CHARACTERS = 2000
 """Most characters of a failure's message."""
 Reply = dict[str, Any]
-"""What a worker process replies to a request, as JSON data: {score, correct, metrics},
-{observation, reward}, {answer, metrics}, {abstained, metrics}, {failure, detail}, or of other
-requests other keys."""
+"""JSON data: {score, correct, metrics}, {observation, reward}, {answer, metrics}, {abstained,
+metrics}, {failure, detail}, or of other requests other keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The score of one response: `reward`, any finite number up to 1e9 in size, higher is better,
-    or None to abstain; `correct`; and `metrics`, {name: number}. A reward function may return one.
-    """
+    """The score of one response; a reward function may return one."""
 
     reward: float | None
     correct: bool | None = None
-    """Whether the response counts as correct; None if the function did not say."""
+    """None if the function did not say."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """{name: value} of the function's own metrics."""
 
 
 class BadScore(ValueError):
-    """Raised if a reward function returned what is no score, or nothing in time. `failure`:
-    "error", "nan" (no finite number) or "timeout".
-    """
+    """Raised if a reward function returned no score, or nothing in time."""
 
     def __init__(self, failure: Literal["error", "nan", "timeout"], message: str) -> None:
         super().__init__(message)
@@ -53,10 +46,8 @@ class BadScore(ValueError):
 
 
 def read_score(answer: Any) -> Score:
-    """Convert what a reward function returned to a `Score`: a number (of Python, numpy or torch),
-    None, a dict {"reward": number or None, "correct": bool or None, other names: numbers, as
-    metrics}, or a `Score`. Raises `BadScore` for anything else, with what was returned and what may
-    be.
+    """What a reward function returned (numbers of Python, numpy or torch) as a `Score`. Raises
+    `BadScore`.
     """
     if isinstance(answer, Score):
         return answer
@@ -69,8 +60,8 @@ def read_score(answer: Any) -> Score:
             "error",
             f"the verifier returned a dict with {keys:.200}, but without 'reward'; add that key",
         )
-    given, correct = rest.pop("reward"), _correct(rest.pop("correct", None))
-    reward = None if given is None else as_reward(given)
+    raw, correct = rest.pop("reward"), _correct(rest.pop("correct", None))
+    reward = None if raw is None else as_reward(raw)
     if len(rest) > MAX_METRICS:
         raise BadScore(
             "error", f"the verifier returned {len(rest)} metrics; return at most {MAX_METRICS}"
@@ -94,12 +85,10 @@ def read_score(answer: Any) -> Score:
 
 
 def add_up(parts: Sequence[tuple[str, float, Score]]) -> Score:
-    """The weighted sum of several reward functions' scores for one response. `parts`: (name,
-    weight, score), at least one. A function that abstains is not in the sum, as in TRL; the sum
-    abstains if all do. The first of the others says whether the response is correct: by its
-    `correct`, or by a reward of 1. Each function's own reward becomes the metric `reward/<name>`,
-    before its weight; its metrics become `<name>/<metric>`. Raises `BadScore` if the sum is not
-    finite or beyond 1e9.
+    """The weighted sum of several scores of one response. `parts`: (name, weight, score), at least
+    one. Those that abstain are left out, as in TRL; it abstains if all do. The first of the others
+    says whether the response is correct, by `correct` or a reward of 1. Metrics are
+    `reward/<name>`, unweighted, and `<name>/<metric>`. Raises as `as_reward`.
     """
     metrics: dict[str, float] = {}
     terms, correct = list[float](), None
@@ -115,8 +104,8 @@ def add_up(parts: Sequence[tuple[str, float, Score]]) -> Score:
 
 
 def as_reward(value: Any) -> float:
-    """`value`, a number of Python, numpy or torch, as a float. Raises `BadScore` unless it is
-    finite and at most 1e9 in size.
+    """A number of Python, numpy or torch as a float. Raises `BadScore` unless it is finite and at
+    most 1e9 in size.
     """
     number = _number(value)
     if not math.isfinite(number):
@@ -141,8 +130,8 @@ def _correct(value: Any) -> bool | None:
 
 
 def as_number(value: Any) -> float | None:
-    """`value`, a number of Python, numpy or torch, as a float. None for anything else, also for
-    texts; NaN for a number that is too large for a float.
+    """A number of Python, numpy or torch as a float; None for anything else; NaN if it is too
+    large.
     """
     try:
         return None if isinstance(value, str | bytes) else float(value)
@@ -153,21 +142,17 @@ def as_number(value: Any) -> float | None:
 
 
 def _number(value: Any) -> float:
-    """`value` as a float; NaN for what is not a number."""
     number = as_number(value)
     return math.nan if number is None else number
 
 
 def late_verdict(limit_s: float) -> str:
-    """The text of the failure of a verifier that exceeded its time limit of `limit_s` seconds."""
     return f"no verdict within environment.time_limit_s = {limit_s:g} s"
 
 
 def score_reply(answer: Any, *, maps_scores: bool = False) -> Reply:
-    """Convert what a verifier or session returned (a number, None, a dict with `reward`, or a
-    `Score`) to a worker process's reply, a dict: {score, correct, metrics}, {abstained, metrics},
-    or {failure, detail} if it is no score. `maps_scores`: a score outside of 0 to 1 is a failure
-    too, because `environment.correct` and `environment.wrong` map scores to rewards.
+    """A verifier's or session's answer as a reply. `maps_scores`: a score outside of 0 to 1 is a
+    failure, as `environment.correct` and `environment.wrong` map scores to rewards.
     """
     try:
         score = read_score(answer)
@@ -187,50 +172,42 @@ def score_reply(answer: Any, *, maps_scores: bool = False) -> Reply:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of one request to a worker process or reward server, in the fields that apply; the
-    others keep their defaults. A scored response has `score`, `correct` and `metrics`; a session
-    has the next `observation` (token ids) with the turn's `reward`, or its final `answer`. After an
-    error `failure` says of which kind, and `detail` is the message.
-    """
+    """The result of one request to a worker process or reward server, in the fields that apply."""
 
     score: float | None = None
-    """What the verifier returned: from 0 (wrong) to 1 (right), or a reward of any range; None if
-    there is no score."""
+    """From 0 (wrong) to 1 (right), or a reward of any range."""
     correct: bool | None = None
-    """Whether the response is correct; None if the verifier did not say."""
+    """None if the verifier did not say."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """{name: value} of the verifier's own metrics."""
     failure: Failure = ""
     detail: str = ""
     abstained: bool = False
-    """Whether the verifier has declined to score the response, by returning None."""
+    """Whether the verifier returned None."""
     observation: list[int] | None = None
-    """Token ids that the model reads next; None if the rollout has ended."""
+    """Token ids that the model reads next; None at the end."""
     reward: float = 0.0
-    """Reward of a session for the turn that `observation` replies to."""
+    """Of the turn that `observation` replies to."""
     follows: int | None = None
-    """Number of the rollout's segment that `observation` continues; see `Observation.follows`."""
+    """See `megarl.environments.session.Observation`."""
     max_tokens: int = 0
-    """Most tokens of the model's next turn; 0: no limit but the rollout's."""
+    """Of the model's next turn; 0: no limit but the rollout's."""
     stop: Sequence[str] = ()
-    """Texts at which the model's next turn ends, beside those of the recipe."""
+    """Texts at which the model's next turn ends."""
     answer: str | None = None
-    """Final text of a session that has ended, which the recipe's verifier scores."""
+    """Final text of a session, for the recipe's verifier."""
     finish: Literal["", "tool_call"] = ""
     """"tool_call" if the response was cut off inside a tool call."""
     warning: str = ""
-    """What the user should know of the environment, such as a worker process that was replaced; in
-    one outcome only."""
+    """What the user should know, in one outcome only."""
     untrained: Sequence[int] = ()
-    """At the end of a session, the numbers of the model's segments that are not trained."""
+    """At the end of a session, segments that are not trained."""
     lost: bool = False
-    """Whether the process of the session has ended, through whatever ran in it."""
+    """Whether the session's process has ended, through whatever ran in it."""
 
     @classmethod
     def of(cls, reply: Reply) -> Outcome:
-        """An `Outcome` made of a worker process's `reply`, a dict whose keys are names of this
-        class's fields. A reply without a result (score, abstained, observation, answer, finish or
-        failure), or with other keys, becomes an outcome with `failure` "error".
+        """A worker process's `reply`. One without a result, or with unknown keys, becomes a failure
+        "error".
         """
         score = reply.get("score")
         known = score is None or (isinstance(score, int | float) and math.isfinite(score))

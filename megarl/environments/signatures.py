@@ -1,10 +1,10 @@
-"""The forms in which a user may write a reward function, told apart by its parameters.
+"""The forms of a user's reward function, told apart by its parameters.
 
     megarl   f(prompt, response) -> number, dict or Score
     TRL      f(completions, **columns) or f(prompts, completions, **columns) -> list of rewards
     verl     f(data_source, solution_str, ground_truth, extra_info=None) -> number or {"score": ...}
 
-A function in the form of another library is called with one response at a time.
+A function in another library's form is called with one response at a time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RESPONSES = {
 """Names that a first parameter, which receives the prompt, must not have."""
 PROMPTS = {"prompt", "question", "problem"}
 REFERENCES = {"ground_truth", "truth", "reference", "gold", "label", "target", "expected", "answer"}
-"""These, and `PROMPTS`, are names that a second parameter, which receives the response, must not
+"""These and `PROMPTS` are names that a second parameter, which receives the response, must not
 have. But `answer` behind one of `PROMPTS` is the model's."""
 FORMS = (
     "f(prompt, response); TRL's f(completions, **columns) or f(prompts, completions, **columns); or"
@@ -45,32 +45,26 @@ FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class RewardFunction:
-    """A user's reward function in a common form: `call(prompt, response text)` returns the score
-    or an awaitable of it, whatever parameters the user's function has. Made by `recognised`.
-    """
+    """A user's reward function in a common form."""
 
     call: Callable[[Prompt, str], Any]
-    """Called with prompt and response; returns a number, a dict with `reward`, a `Score`, or an
-    awaitable of one of these."""
+    """(prompt, response text) -> as `megarl.environments.verifiers.Verifier`."""
     form: str
-    """Form of another library in words for the user, such as "TRL's f(completions, ...)"; "" for
-    megarl's own."""
+    """Another library's form in words, such as "TRL's f(completions, ...)"; "" for megarl's own."""
     is_async: bool
 
 
 def recognised(function: Callable[..., Any], name: str, setting: str) -> RewardFunction:
-    """Wrap a user's function, written in megarl's form f(prompt, response), TRL's or verl's, so
-    that it is called with (prompt, response text). Returns a `RewardFunction`, whose `call` does
-    that; nothing is called yet. Raises `ValueError` if the function's parameters fit none of the
-    forms, or could be read in two ways. For that message: `name` is the function as the recipe
-    writes it, `path/to/file.py:function`, and `setting` the recipe's key with that value.
+    """Wrap a user's function; nothing is called yet. Raises `ValueError` if its parameters fit none
+    of the forms, or two. For that message: `name` is the function as the recipe writes it,
+    `setting` the recipe's key.
     """
     is_async = inspect.iscoroutinefunction(function)
     try:
         parameters = dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # of a callable written in C
         return RewardFunction(function, "", is_async)
-    takes = {key for key, one in parameters.items() if one.kind is not one.POSITIONAL_ONLY}
+    takes = {key for key, p in parameters.items() if p.kind is not p.POSITIONAL_ONLY}
     is_trl, is_verl = "completions" in takes, "solution_str" in takes
     shown = f"{name} is defined as {name.rpartition(':')[2]}{inspect.signature(function)}"
     if is_trl and (is_verl or "response" in takes):
@@ -104,18 +98,16 @@ def recognised(function: Callable[..., Any], name: str, setting: str) -> RewardF
 
 
 def _required(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
-    """Parameters that a call must give."""
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [
         key
-        for key, one in parameters.items()
-        if one.default is one.empty and one.kind not in several
+        for key, parameter in parameters.items()
+        if parameter.default is parameter.empty and parameter.kind not in several
     ]
 
 
 def _given(known: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
-    """The part of `known` that a function with these parameters takes."""
-    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     missing = [key for key in _required(parameters) if key not in known]
     if missing:
         raise BadScore(
@@ -130,23 +122,23 @@ def _trl(
     function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]
 ) -> Callable[[Prompt, str], Any]:
     """A function in TRL's form. Prompt and completion are lists of messages where the row's column
-    `prompt` or `messages` is, or where the parameter `completions` is annotated with `dict`.
+    `prompt` or `messages` is, or `completions` is annotated with `dict`.
     """
     annotation = str(parameters["completions"].annotation)
 
     def call(prompt: Prompt, response: str) -> Any:
         columns = dict(prompt.fields)
-        found = [columns[key] for key in ("prompt", "messages") if _is_chat(columns.get(key))]
+        chats = [columns[key] for key in ("prompt", "messages") if _is_chat(columns.get(key))]
         asked: Any = prompt.text
-        said: Any = response
-        if (found or "dict" in annotation) and "list[str]" not in annotation.lower():
-            asked = found[0] if found else [{"role": "user", "content": prompt.text}]
-            said = [{"role": "assistant", "content": response}]
+        completion: Any = response
+        if (chats or "dict" in annotation) and "list[str]" not in annotation.lower():
+            asked = chats[0] if chats else [{"role": "user", "content": prompt.text}]
+            completion = [{"role": "assistant", "content": response}]
         for key in ("prompt", "completion"):
             columns.pop(key, None)
         columns.setdefault("answer", prompt.answer)
         known = {key: [value] for key, value in columns.items()}
-        known |= {"prompts": [asked], "completions": [said]}
+        known |= {"prompts": [asked], "completions": [completion]}
         return _then(function(**_given(known, parameters)), _only)
 
     return call
@@ -155,8 +147,8 @@ def _trl(
 def _verl(
     function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]
 ) -> Callable[[Prompt, str], Any]:
-    """A function in verl's form. The reference answer is `ground_truth` of the row's column
-    `reward_model`, and otherwise the recipe's.
+    """A function in verl's form. The reference answer is the row's `reward_model.ground_truth`, or
+    else the recipe's.
     """
 
     def call(prompt: Prompt, response: str) -> Any:
@@ -175,23 +167,22 @@ def _is_chat(value: Any) -> bool:
     return (
         isinstance(value, list)
         and bool(value)
-        and all(isinstance(one, Mapping) and "role" in one for one in value)
+        and all(isinstance(turn, Mapping) and "role" in turn for turn in value)
     )
 
 
-def _then(made: Any, read: Callable[[Any], Any]) -> Any:
+def _then(answer: Any, read: Callable[[Any], Any]) -> Any:
     """`read` of what a function returned, which may be an awaitable."""
-    if not inspect.isawaitable(made):
-        return read(made)
+    if not inspect.isawaitable(answer):
+        return read(answer)
 
     async def later() -> Any:
-        return read(await made)
+        return read(await answer)
 
     return later()
 
 
 def _only(rewards: Any) -> Any:
-    """The reward of the one response in what a function of TRL's form returned."""
     if isinstance(rewards, str | bytes | Mapping) or not hasattr(rewards, "__len__"):
         count = "no list"
     elif len(rewards) == 1:
@@ -206,8 +197,8 @@ def _only(rewards: Any) -> Any:
 
 
 def _scored(answer: Any) -> Any:
-    """The score in what a function of verl's form returned: its entry `score`; `acc`, where that is
-    0 or 1, says what counts as correct, and other numbers are metrics.
+    """The score in what a function of verl's form returned: `score`; `acc`, if 0 or 1, is whether
+    it is correct, and other numbers are metrics.
     """
     if not isinstance(answer, Mapping):
         return answer
@@ -217,8 +208,8 @@ def _scored(answer: Any) -> Any:
             f"the reward function returned a dict with {', '.join(map(str, answer)):.200}, but"
             " without 'score', which verl's form needs; add that key",
         )
-    read = {key: as_number(one) for key, one in answer.items() if key != "score"}
-    found: dict[Any, Any] = {key: one for key, one in read.items() if one is not None}
-    if found.get("acc") in (0, 1):
-        found["correct"] = bool(found["acc"])
-    return {**found, "reward": answer["score"]}
+    read = {key: as_number(value) for key, value in answer.items() if key != "score"}
+    numbers: dict[Any, Any] = {key: number for key, number in read.items() if number is not None}
+    if numbers.get("acc") in (0, 1):
+        numbers["correct"] = bool(numbers["acc"])
+    return {**numbers, "reward": answer["score"]}

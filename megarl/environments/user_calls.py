@@ -1,10 +1,8 @@
 """Calls of a user's functions under a time limit.
 
-    await UserCalls(threads).run(function, arguments, limit_s, late) -> what the function returns
-    await within(limit_s, awaitable, late) -> what the awaitable gives
-    with ending_forks(): function() -> what it returns, in this process alone
-
-The first two are for tasks of an event loop.
+await UserCalls(threads).run(function, arguments, limit_s, late) -> what the function returns
+await within(limit_s, awaitable, late) -> what the awaitable gives
+with ending_forks(): function() -> what it returns, in this process alone
 """
 
 from __future__ import annotations
@@ -26,14 +24,12 @@ import psutil
 
 
 class CallStopped(BaseException):
-    """Raised by another thread inside a user's function that exceeded its time limit, so that the
-    function's thread ends.
-    """
+    """Raised inside a user's function that exceeded its time limit, to end its thread."""
 
 
 class LimitExceeded(Exception):
-    """Raised to the caller if a user's function has not returned within its time limit. `computed`:
-    whether it has used the time to compute (`COMPUTES`), and not to wait for something.
+    """Raised to the caller if a function exceeds its limit. `computed`: it used the time to compute
+    (`COMPUTES`), not to wait.
     """
 
     def __init__(self, message: str, *, computed: bool = False) -> None:
@@ -42,15 +38,14 @@ class LimitExceeded(Exception):
 
 
 COMPUTES = 0.25
-"""Fraction of a time limit from which its CPU time says of a call that it computed: one that waits
-uses none, and one that computes may share its core with three others."""
+"""Fraction of the limit from which CPU time says that a call computed: one that waits uses none,
+one that computes may share its core with three others."""
 
 
 @contextlib.contextmanager
 def ending_forks() -> Iterator[None]:
-    """A context manager for a call of a user's code. If the code forks (`os.fork`), the child
-    process ends at the end of the block, with the exit code of an ordinary Python process, and does
-    not go on as a second worker. Errors in this process pass through.
+    """A context manager for a user's code: a process that it forks (`os.fork`) ends with the block,
+    instead of going on as a second worker.
     """
     own, code = os.getpid(), 0
     try:
@@ -68,9 +63,8 @@ def ending_forks() -> Iterator[None]:
 
 
 async def within(limit_s: float, awaitable: Awaitable[Any], late: str) -> Any:
-    """Await the user's `awaitable` for at most `limit_s` seconds and return what it gives. Raises
-    what it raises; after the limit `LimitExceeded(late)`, with the message `late`. The awaitable is
-    then cancelled, and not waited for, since it may catch the cancellation and go on for ever.
+    """Await the user's `awaitable`. Raises what it raises, or after `limit_s` seconds
+    `LimitExceeded(late)`; it is then cancelled and not waited for, since it may go on for ever.
     """
     running = asyncio.ensure_future(outcome_of(awaitable))
     try:
@@ -86,9 +80,8 @@ async def within(limit_s: float, awaitable: Awaitable[Any], late: str) -> Any:
 
 
 async def outcome_of(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
-    """Await the user's `awaitable`: returns (what it gives, None) or (None, what it raised). So
-    SystemExit, which would end the event loop if a task raised it, is a result. A fork made
-    meanwhile ends.
+    """(what `awaitable` gives, None) or (None, what it raised), also SystemExit, which would end
+    the event loop. A fork made meanwhile ends.
     """
     try:
         with ending_forks():
@@ -98,22 +91,21 @@ async def outcome_of(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | No
 
 
 def _children_s(thread: int) -> float:
-    """Seconds of CPU time that the running processes have used which a thread of this process has
-    started, with all below them. `thread`: its native id.
+    """CPU seconds of the running processes, with descendants, that a thread (its native id) has
+    started.
     """
     used = 0.0
     with contextlib.suppress(OSError, psutil.Error):
         for child in Path(f"/proc/self/task/{thread}/children").read_text().split():
             process = psutil.Process(int(child))
-            for one in (process, *process.children(recursive=True)):
-                used += sum(one.cpu_times()[:4])
+            for member in (process, *process.children(recursive=True)):
+                used += sum(member.cpu_times()[:4])
     return used
 
 
 class UserCalls:
-    """Calls functions under time limits: `async` ones in the event loop, plain ones on a pool of
-    `threads` threads, each of which runs one call at a time. The time limit of a call does not
-    include the wait for a free thread. Made and used in one event loop.
+    """Calls functions under time limits, without the wait for a thread: `async` ones in the event
+    loop, plain ones on `threads` threads. For one event loop.
     """
 
     def __init__(self, threads: int) -> None:
@@ -124,12 +116,9 @@ class UserCalls:
     async def run(
         self, function: Callable[..., Any], arguments: Sequence[Any], limit_s: float, late: str
     ) -> Any:
-        """Call `function(*arguments)` and return its result: an `async` function in the event loop,
-        a plain one on a thread, for which the call may have to wait first. If a plain function
-        returns an awaitable, that is awaited. Raises what the function raises, and
-        `LimitExceeded` with the message `late` if the function takes longer than `limit_s` seconds.
-        A plain function that is late is stopped as far as Python can: a loop of Python code ends; C
-        code goes on until it returns, while a new thread replaces the one that it occupies.
+        """Call `function(*arguments)`; an awaitable result is awaited. Raises what it raises, and
+        `LimitExceeded(late)` after `limit_s` seconds. A late plain function is stopped if it is
+        Python code; C code goes on, while a new thread replaces its own.
         """
         if inspect.iscoroutinefunction(function):
             return await within(limit_s, function(*arguments), late)
@@ -148,7 +137,7 @@ class UserCalls:
         thread = await self._free.get()
         running = thread.submit(call)
         try:
-            made, error = await within(limit_s, asyncio.wrap_future(running), late)
+            answer, error = await within(limit_s, asyncio.wrap_future(running), late)
         except LimitExceeded as exceeded:
             if not running.done():
                 clock = time.pthread_getcpuclockid(numbers[0])
@@ -165,4 +154,4 @@ class UserCalls:
             self._free.put_nowait(thread)
         if error is not None:
             raise error
-        return await within(limit_s, made, late) if inspect.isawaitable(made) else made
+        return await within(limit_s, answer, late) if inspect.isawaitable(answer) else answer

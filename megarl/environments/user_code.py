@@ -1,9 +1,7 @@
-"""A user's Python file that a recipe names: found by name, read once, and run from what was read.
+"""A user's Python file that a recipe names: read once, and run from what was read, also by later
+worker processes. So editing it during a run changes nothing.
 
     "file.py:name" --split_name--> (path, name)      sources --load_by_path--> the function
-
-A worker process that replaces another runs the text that the first one ran: editing the file in the
-middle of a run changes nothing, and a mistake in it ends nothing.
 """
 
 from __future__ import annotations
@@ -26,17 +24,16 @@ Sources = dict[str, bytes]
 
 
 def split_name(name: str, setting: str, others: str = "") -> tuple[Path, str]:
-    """Split `path/to/file.py:attribute`, by which the recipe's setting `setting` names a user's
-    function or class, into (path as it is written, attribute). Raises `ValueError` for a text of
-    another form, or if there is no such file. `others`: what the message proposes before a file,
-    such as "one of math, code, or to "; "" for nothing.
+    """Split `path/to/file.py:attribute`, the value of the recipe's key `setting`. Raises
+    `ValueError` for another form, or if there is no such file. `others`: what the message proposes
+    before a file, such as "one of math, code, or to ".
     """
     is_class = setting in ("environment.session", "rollout.engine.kind")
-    kind = "Class" if is_class else "function"
+    form = "Class" if is_class else "function"
     file, colon, attribute = name.rpartition(":")
     require(
         bool(colon) and file.endswith(".py") and attribute.isidentifier(),
-        f"{setting} is '{name}'; set it to {others}path/to/file.py:{kind}",
+        f"{setting} is '{name}'; set it to {others}path/to/file.py:{form}",
     )
     path = Path(file)
     require(
@@ -47,23 +44,19 @@ def split_name(name: str, setting: str, others: str = "") -> tuple[Path, str]:
 
 
 def read_sources(paths: Sequence[Path]) -> Sources:
-    """Read Python files. Returns {absolute path: content as bytes}. Raises `ValueError` for a file
-    that cannot be read.
-    """
-    found: Sources = {}
+    """{absolute path: content}. Raises `ValueError` for a file that cannot be read."""
+    sources: Sources = {}
     for path in paths:
         try:
-            found[str(path.resolve())] = path.read_bytes()
+            sources[str(path.resolve())] = path.read_bytes()
         except OSError as error:
             raise ValueError(f"{path} cannot be read: {error.strerror}; set another file") from None
-    return found
+    return sources
 
 
 class UserFiles:
-    """The Python files at `files` that a recipe names (rewards, sessions, tools), with the content
-    that they had when this object was made, at the start of the run. Worker processes run that
-    content (`current`): editing a file has no effect on the run. Raises `ValueError` for a file
-    that cannot be read.
+    """The Python files that a recipe names, with their content at the start of the run, which
+    worker processes run.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -73,9 +66,8 @@ class UserFiles:
         self._warning = ""
 
     def current(self) -> Sources:
-        """The files' content at the start of the run, {absolute path: bytes}, for a new worker
-        process to run. If a file was edited or removed since, that is noted once as a warning,
-        which `take_warning` returns.
+        """The content for a new process. A file that was edited or removed since gives one
+        warning.
         """
         edited = [] if self._said_changed else list(filter(self._is_edited, self.sources))
         if edited:
@@ -93,20 +85,20 @@ class UserFiles:
             return True
 
     def loaded(self, imported: Sequence[str]) -> None:
-        """Also keep the content of the files `imported` (absolute paths): modules beside the user's
-        files that the first worker process has imported. Later processes then run the same content.
-        Only the first call counts. Raises `ValueError` for a file that cannot be read.
+        """Also keep the content of `imported`, files that the first process has imported from
+        beside the user's; only the first call counts. Raises `ValueError` for a file that cannot be
+        read.
         """
         if not self._knows_neighbours:
             self._knows_neighbours = True
             self.sources = read_sources([Path(file) for file in imported]) | self.sources
 
     def warn(self, warning: str) -> None:
-        """Keep a warning for the user, which the next call of `take_warning` returns."""
+        """Keep a warning for the next `take_warning`."""
         self._warning = "; ".join(filter(None, [self._warning, warning]))
 
     def take_warning(self) -> str:
-        """The warnings since the last call, separated by semicolons; empty without one."""
+        """The warnings since the last call, separated by semicolons."""
         warning, self._warning = self._warning, ""
         return warning
 
@@ -126,27 +118,18 @@ class _PinnedLoader(SourceFileLoader):
 
 
 class PinnedFinder:
-    """An importer for `sys.meta_path`: modules whose file is in `sources`, {absolute path: content
-    as bytes}, are imported from that content and not from the disk; other modules are imported as
-    usual. Importing a module that exists in two of `folders`, those of the user's files, raises
-    `ImportError`.
+    """An importer for `sys.meta_path` of modules whose file is in `sources`. Importing a module
+    that lies in two of `folders`, those of the user's files, raises `ImportError`: a process can
+    hold only one.
     """
 
     def __init__(self, sources: Sources, folders: Sequence[str] = ()) -> None:
-        """`sources`: {absolute path of a Python file: its content as bytes}. `folders`: absolute
-        paths of the folders of the user's files; if two of them have a module of the same name,
-        its import raises `ImportError`, because a process can hold only one.
-        """
         self.sources, self.folders = sources, folders
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Called by Python's import system: the spec of module `name`, which imports it from
-        memory, if its file is in `sources` ({absolute path: content}), otherwise None. Raises
-        `ImportError` if two of the folders of the user's files have a top-level module of that
-        name.
-        """
+        """Called by Python's import system."""
         if path is None and len(self.folders) > 1:
             specs = [PathFinder.find_spec(name, [folder]) for folder in self.folders]
             files = sorted({spec.origin for spec in specs if spec is not None and spec.origin})
@@ -163,10 +146,8 @@ class PinnedFinder:
 
 
 def prepare_imports(paths: Sequence[Path], sources: Sources) -> None:
-    """Called once in a worker process: put the folders of the files at `paths` on `sys.path`, so
-    that the files can import the modules beside them, as a script may. Modules whose file is in
-    `sources`, {absolute path: content}, are imported from that content. From now on, importing a
-    module that lies beside two of the files, in different folders, raises `ImportError`.
+    """Let this worker process import the neighbours of the files at `paths`, and from `sources`
+    what is there.
     """
     folders = list(dict.fromkeys(str(path.resolve().parent) for path in paths))
     for folder in folders:
@@ -176,15 +157,14 @@ def prepare_imports(paths: Sequence[Path], sources: Sources) -> None:
 
 
 def neighbours(paths: Sequence[Path]) -> list[str]:
-    """Absolute paths, sorted, of the Python files that this process has imported so far from the
-    folders of `paths`, the user's files, or below them, without site-packages: these files are part
-    of the user's code too.
+    """Absolute paths, sorted, of the Python files that this process has imported from the folders
+    of `paths` or below, without site-packages.
     """
     folders = {path.resolve().parent for path in paths}
-    found = {str(getattr(module, "__file__", None)) for module in list(sys.modules.values())}
+    files = {str(getattr(module, "__file__", None)) for module in list(sys.modules.values())}
     return sorted(
         file
-        for file in found
+        for file in files
         if file.endswith(".py") and "site-packages" not in file and folders & {*Path(file).parents}
     )
 
@@ -197,12 +177,10 @@ def load_by_path(
     fits: Callable[[Any], bool],
     sources: Sources | None = None,
 ) -> Any:
-    """Import the Python file at `path` and return its attribute `name`. If `sources`, {absolute
-    path: content}, has the file, that content is run; otherwise the file is read. A process runs
-    the same content once, so that all functions of a file share its globals. `kind`:
-    "function" or "class"; `fits`: whether a value of the file is one, for listing what the file
-    has. Raises `ValueError` that names `setting`, the recipe's key, if the file does not import,
-    lacks the attribute, or has another kind of value there.
+    """Attribute `name` of the Python file at `path`, whose content comes from `sources` if it is
+    there and runs once in a process. `kind`: "function" or "class"; `fits`: whether a value is one.
+    Raises `ValueError` that names the recipe's key `setting`, if the file does not import, or has
+    no such attribute.
     """
     where = str(path.resolve())
     held = sources if sources is not None and where in sources else read_sources([path])
@@ -220,27 +198,26 @@ def load_by_path(
             loader.exec_module(module)
         except BaseException as error:  # SystemExit too, which would end the process without a word
             del sys.modules[module_name]
-            said = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ValueError(f"{setting}: {path} does not import: {said}; mend the file") from error
-    found = getattr(module, name, None)
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ValueError(f"{setting}: {path} does not import: {text}; mend the file") from error
+    target = getattr(module, name, None)
     public = [key for key, value in vars(module).items() if fits(value) and not key.startswith("_")]
     listed = ", ".join(public) or "(none)"
     require(
-        found is not None,
+        target is not None,
         f"{setting}: {path} has no {kind} '{name}'; set one of: {listed}",
     )
     require(
-        callable(found) if kind == "function" else fits(found),
-        f"{setting}: '{name}' of {path} is {type(found).__name__}, not a {kind}; set"
+        callable(target) if kind == "function" else fits(target),
+        f"{setting}: '{name}' of {path} is {type(target).__name__}, not a {kind}; set"
         f" one of: {listed}",
     )
-    return found
+    return target
 
 
 def check_function(found: Callable[..., Any], name: str, setting: str) -> None:
-    """Raise `ValueError` if `found` is a class or a generator function, whose call returns no
-    result, or a function that looks its arguments up in a cache. For the message: `name` is the
-    function as the recipe writes it, `setting` the recipe's key.
+    """Raise `ValueError` if `found`, called `name`, is a class or a generator function, or looks
+    its arguments up in a cache.
     """
     what = ""
     if inspect.isclass(found):
@@ -258,23 +235,16 @@ def check_function(found: Callable[..., Any], name: str, setting: str) -> None:
 def own_function(
     name: str, setting: str, others: str = "", sources: Sources | None = None
 ) -> Callable[..., Any]:
-    """Load a user's function, given as `path/to/file.py:function`. If `sources`, {absolute path:
-    content}, has the file, that content is run. For messages: `setting` is the recipe's key with
-    that value, and `others` what to propose before a file, such as "one of math, code, or to ".
-    Raises `ValueError` if the file or the function is not there, does not import, or is a generator
-    function.
-    """
+    """Load a user's function; raises as `split_name`, `load_by_path` and `check_function` do."""
     path, attribute = split_name(name, setting, others)
-    found = load_by_path(path, attribute, setting, "function", inspect.isfunction, sources)
-    check_function(found, name, setting)
-    return found
+    function = load_by_path(path, attribute, setting, "function", inspect.isfunction, sources)
+    check_function(function, name, setting)
+    return function
 
 
 @functools.cache
 def _loaded(name: str, setting: str, is_class: bool) -> Callable[..., Any]:
-    """The function or class that `name` stands for; its file may import its neighbours meanwhile,
-    as a script may.
-    """
+    """What `name` stands for; its file may import its neighbours meanwhile."""
     path, attribute = split_name(name, setting)
     folder = str(path.resolve().parent)
     sys.path.insert(0, folder)
@@ -289,9 +259,7 @@ def _loaded(name: str, setting: str, is_class: bool) -> Callable[..., Any]:
 def function_of(
     name: str, table: Mapping[str, Callable[..., Any]], setting: str, *, is_class: bool = False
 ) -> Callable[..., Any]:
-    """The function, or with `is_class` the class, that the value `name` of a recipe's setting
-    stands for: a built-in one, `table[name]`, or the user's own, if `name` has the form
-    path/to/file.py:function. A process imports the user's file once. Raises `ValueError` that names
-    `setting`, the recipe's key, if there is no such function or class.
+    """The function, or with `is_class` the class, of a recipe's `setting`: `table[name]`, or the
+    user's path/to/file.py:function. Raises `ValueError` that names `setting`.
     """
     return table[name] if name in table else _loaded(name, setting, is_class)

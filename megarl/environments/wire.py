@@ -4,9 +4,8 @@ docs/reference_rewards.md.
     request  {"samples": [{"prompt": {answer, fields, text, token_ids, index}, "response"}, ...]}
     answer   {"scores": [score of the first sample, ...]}
 
-A score is what a reward function may return (a number, or an object with `reward`), {"failure",
-"detail"} for a sample that could not be scored, or {"unfinished": true} for a sample that was not
-scored within the time that the request's header `WITHIN` gives: the client asks again.
+A score is what a reward function may return, {"failure", "detail"}, or {"unfinished": true} for a
+sample that was not scored within the request's header `WITHIN`: the client asks again.
 """
 
 from __future__ import annotations
@@ -23,26 +22,20 @@ from megarl.types import Failure, Prompt
 ROUTE = "/v1/score"
 """Path at which `megarl serve-reward` scores."""
 WITHIN = "Megarl-Answer-Within"
-"""Header of a request: seconds within which the client needs an answer."""
+"""Header: seconds within which the client needs an answer."""
 PROMPT_KEYS = {"index": int, "text": str, "answer": str, "token_ids": list, "fields": dict}
-"""{key of a prompt in a request: its type}. A client may leave out any of them; the keys are fields
-of `megarl.types.Prompt`."""
+"""{key of a prompt: its type}, all optional; fields of `megarl.types.Prompt`."""
 
 Sample = tuple[Prompt, str]
-"""A prompt and a response to score."""
 
 
 class BadMessage(ValueError):
-    """Raised if the body of a request to a reward server, or of its answer, is not the JSON that it
-    must be: {"samples": [{"prompt", "response"}, ...]} or {"scores": [...]}. The message names the
-    mistake.
-    """
+    """Raised if the body of a request or answer is not the JSON that it must be."""
 
 
 def sample_json(prompt: Prompt, response: str) -> bytes:
-    """One sample of a request to a reward server as UTF-8 JSON: {"prompt": {index, text, answer,
-    token_ids, fields}, "response": text}. Numbers in the prompt's `fields`, the columns of its row,
-    that are not finite become null. Raises `ValueError` if a field cannot be written as JSON.
+    """One sample as UTF-8 JSON; numbers that are not finite become null. Raises `ValueError` if a
+    field cannot be written.
     """
     tree = {"prompt": {key: getattr(prompt, key) for key in PROMPT_KEYS}, "response": response}
     try:
@@ -58,33 +51,28 @@ def sample_json(prompt: Prompt, response: str) -> bytes:
 
 
 def request_body(samples: Sequence[bytes]) -> bytes:
-    """The JSON body, {"samples": [...]}, of a request to a reward server; each of `samples` is the
-    JSON of one prompt and response, as `sample_json` returns it.
-    """
     return b'{"samples":[' + b",".join(samples) + b"]}"
 
 
 def read_request(body: bytes) -> list[Sample]:
-    """Read the JSON body, {"samples": [...]}, of a request to a reward server. Returns a list of
-    (`Prompt`, response text). Keys that a prompt lacks get an empty value or 0. Raises `BadMessage`
-    that names the first mistake.
+    """Read a request. Keys that a prompt lacks get an empty value or 0. Raises `BadMessage` that
+    names the first mistake.
     """
-    found = []
+    samples = []
     tree = _read(body, "the request ")
     for number, sample in enumerate(_member(tree, "samples", list, "the request")):
         where = f"sample {number} of the request"
         response = _member(sample, "response", str, where)
         prompt = _member(sample, "prompt", dict, where)
         values = {
-            key: _member({key: kind(), **prompt}, key, kind, f"the prompt of {where}")
-            for key, kind in PROMPT_KEYS.items()
+            key: _member({key: key_type(), **prompt}, key, key_type, f"the prompt of {where}")
+            for key, key_type in PROMPT_KEYS.items()
         }
-        found.append((Prompt(**values), response))
-    return found
+        samples.append((Prompt(**values), response))
+    return samples
 
 
 def _member(tree: Any, key: str, kind: type, where: str) -> Any:
-    """`tree[key]`. Raises `BadMessage` if `tree` is no object with a `key` of type `kind`."""
     value = tree.get(key) if isinstance(tree, dict) else None
     if type(value) is not kind:
         raise BadMessage(f'{where} has no "{key}" of type {kind.__name__}')
@@ -92,11 +80,7 @@ def _member(tree: Any, key: str, kind: type, where: str) -> Any:
 
 
 def answer_body(outcomes: Sequence[Outcome | None]) -> bytes:
-    """The JSON body of a reward server's answer, {"scores": [...]}, with one entry for each sample
-    of the request, in order: {reward, correct, metrics by name}, with the reward null if the
-    verifier abstained, {failure, detail}, or {"unfinished": true} for None, a sample that is not
-    scored yet.
-    """
+    """The answer with a score for each sample, in order; None for one not scored yet."""
     return json.dumps({"scores": [_score(outcome) for outcome in outcomes]}).encode()
 
 
@@ -111,11 +95,9 @@ def _score(outcome: Outcome | None) -> dict[str, Any]:
 
 
 def read_answer(text: str, count: int, *, maps_scores: bool = False) -> list[Outcome | None]:
-    """Read `text`, the JSON body {"scores": [...]} of a reward server's answer to a request with
-    `count` samples. Returns an `Outcome` (score, or failure with detail) for each sample, in order,
-    or None for one that the server has not scored yet. A score that is no number or object is that
-    sample's failure; with `maps_scores`, so is a score outside of 0 to 1. Raises `BadMessage` if
-    the answer is not JSON or does not have `count` scores.
+    """Outcomes of `count` samples, None for one not scored yet. A wrong score is that sample's
+    failure; with `maps_scores`, also one outside of 0 to 1. Raises `BadMessage` if the answer is
+    not JSON or does not have `count` scores.
     """
     scores = _member(_read(text), "scores", list, f"is {_start(text)} and")
     if len(scores) != count:
@@ -127,23 +109,22 @@ def _outcome(score: Any, maps_scores: bool) -> Outcome | None:
     if isinstance(score, dict) and score.get("unfinished") is True:
         return None
     if isinstance(score, dict) and "failure" in score and "reward" not in score:
-        said = str(score.get("detail") or score["failure"])
-        kind = score["failure"] if score["failure"] in get_args(Failure) else ""
-        return Outcome(failure=kind or "error", detail=said[:DETAIL_CHARACTERS])
-    found = Outcome(**score_reply(score, maps_scores=maps_scores))
-    said = found.detail.replace("the verifier returned", "the reward server answered")
-    return replace(found, detail=said)
+        detail = str(score.get("detail") or score["failure"])
+        failure = score["failure"] if score["failure"] in get_args(Failure) else ""
+        return Outcome(failure=failure or "error", detail=detail[:DETAIL_CHARACTERS])
+    outcome = Outcome(**score_reply(score, maps_scores=maps_scores))
+    detail = outcome.detail.replace("the verifier returned", "the reward server answered")
+    return replace(outcome, detail=detail)
 
 
 def _read(body: bytes | str, what: str = "") -> Any:
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
-        said = f"{error}".split(":")[0][:100]
-        raise BadMessage(f"{what}is not JSON ({said}): {_start(body)}") from None
+        reason = f"{error}".split(":")[0][:100]
+        raise BadMessage(f"{what}is not JSON ({reason}): {_start(body)}") from None
 
 
 def _start(body: bytes | str) -> str:
-    """The first characters of a message, on one line."""
     text = body if isinstance(body, str) else body.decode(errors="replace")
     return repr(shortened(text, 200))

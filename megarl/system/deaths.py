@@ -9,13 +9,14 @@ uses it. Calls of such an actor raise `OutOfMemoryError`, which is no `RayActorE
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 
 import psutil
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError
 
-from megarl.system.private_folder import is_of_this_run
+from megarl.system.private_folder import MARK
 
 DEATHS = (RayActorError, OutOfMemoryError)
 """The exceptions of a Ray call whose actor is dead or could not be reached."""
@@ -65,6 +66,19 @@ def _whose(pid: int) -> str:
     """
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
-        if not is_of_this_run(process):
+        if not _is_of_this_run(process):
             return f"of {process.username()}, not of this run"
     return OWN
+
+
+def _is_of_this_run(process: psutil.Process) -> bool:
+    """Whether `process` has the temporary folder of this process's run, or the same torchrun has
+    started it. False for a process whose environment cannot be read.
+    """
+    # The process that made the run's folder, of which the mark has the id, is not marked itself.
+    if process.pid == os.getpid() or f"/megarl-{process.pid}-" in os.environ.get(MARK, ""):
+        return True
+    with contextlib.suppress(psutil.Error, OSError):
+        shared = dict(os.environ.items() & process.environ().items())
+        return MARK in shared or {"TORCHELASTIC_RUN_ID", "MASTER_PORT"} <= shared.keys()
+    return False

@@ -24,6 +24,7 @@ from support.tiny import write_classifier, write_model, write_tokenizer
 
 from megarl.apps.serve.judge import (
     JudgePrompt,
+    ServedJudge,
     VerdictReader,
     field_values,
     judge_response,
@@ -31,7 +32,6 @@ from megarl.apps.serve.judge import (
 )
 from megarl.apps.serve.reward_server import Backend, RewardServer
 from megarl.apps.serve.serve_reward import check_serve_reward
-from megarl.apps.serve.served_models import ServedJudge
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.scores import BadScore, Outcome
 from megarl.errors import EngineLost

@@ -19,7 +19,7 @@ import yaml
 from support.commands import ROOT, started, until
 
 from megarl import cli
-from megarl.apps.launch import run_words
+from megarl.apps.launch import launch_run, run_words
 from megarl.apps.launch.launch_plan import ProgramCommand
 from megarl.apps.launch.launch_processes import Addresses, Process
 from megarl.apps.launch.launch_run import Launcher, RunningProcess
@@ -309,16 +309,30 @@ def test_bash_parses_it(script: Path) -> None:
 
 
 def test_only_marked_processes_are_ended() -> None:
-    """A marked process and one in a session that was started are found, and nothing else."""
+    """A marked process is found, and nothing else."""
     sleep = "import time; print(flush=True); time.sleep(60)"
     mark = f"/tmp/megarl-test-{os.getpid()}"
     marks = [os.environ | {"MEGARL_FOLDER": folder} for folder in (mark, mark + "0")]
     with (
         started(sleep, env=marks[0]) as (marked, _),
         started(sleep, env=marks[1]),
-        started(sleep, start_new_session=True) as (leader, _),
     ):
-        assert set(marked_processes(mark, {leader.pid})) == {marked.pid, leader.pid}
+        assert marked_processes(mark) == [marked.pid]
+
+
+def test_what_takes_no_orders_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `srun`, which has no mark, where a node is dead."""
+    monkeypatch.setattr(launch_run, "MARGIN_S", 0.2)
+    sleep = "import time; print(flush=True); time.sleep(60)"
+    pipes: Any = {"stdin": subprocess.PIPE, "text": False}
+    with started(sleep, start_new_session=True, **pipes) as (popen, _):
+        launcher = Launcher([], ["dead"], Addresses(state="/tmp/megarl-none"), Path())
+        process: Any = RunningProcess(
+            Process("ranks", 0, ProgramCommand({}, [])), "dead", popen, None
+        )
+        launcher.running.append(process)
+        launcher.end(is_signalled=False)
+        assert popen.wait(10) == -9 and launcher.silent == ["dead"]
 
 
 def running(code: str, kind: Literal["ray", "ranks"] = "ranks") -> tuple[Launcher, RunningProcess]:

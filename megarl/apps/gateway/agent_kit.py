@@ -135,7 +135,7 @@ class AgentKit:
         """Special token with which the tokenizer begins a text that no template writes."""
         from megarl.apps.gateway.server import serve_agents  # imports vLLM's protocol, for seconds
 
-        self.port = await serve_agents(self)
+        self.port, self.serving = await serve_agents(self)
 
     def _check_readable(self) -> None:
         """Raise `ValueError` if the program lies where it cannot read."""
@@ -143,10 +143,10 @@ class AgentKit:
             return
         for word in self.command:
             real = Path(os.path.realpath(word))
-            for place in self.settings.hidden:
+            for path in self.settings.hidden:
                 require(
-                    not (Path(word).is_absolute() and real.is_relative_to(os.path.realpath(place))),
-                    f"environment.agent.command names {word}, but an agent cannot read {place}"
+                    not (Path(word).is_absolute() and real.is_relative_to(os.path.realpath(path))),
+                    f"environment.agent.command names {word}, but an agent cannot read {path}"
                     " (data, the run's folder or environment.agent.hidden); move the program out of"
                     " it, or set environment.agent.network to 'open'",
                 )
@@ -232,30 +232,30 @@ class AgentKit:
         without them. `token_ids`: [T] its ids. `call`: what it answers. `room`: most tokens that it
         could have; 0 for no limit.
         """
-        said = self.codec.tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
+        turn = self.codec.tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
         calls: list[dict[str, Any]] = []
-        whole, stop = said, stop_in(said, call.stop)
+        whole, stop = turn, stop_in(turn, call.stop)
         if stop:
-            whole, text = said.partition(stop)[0], text.partition(stop)[0]
+            whole, text = turn.partition(stop)[0], text.partition(stop)[0]
         if call.tools:
             try:
                 reader = await self.beside(self._reader, call.tools)
-                beside, found = await reader.read(self.markup.without_closing(whole))
+                beside, parsed = await reader.read(self.markup.without_closing(whole))
             except Exception:
-                found = []  # what vLLM's parser cannot read is text, as other servers have it
-            if found:
-                text, found = beside, found[:1] if call.calls_once else found
+                parsed = []  # what vLLM's parser cannot read is text, as other servers have it
+            if parsed:
+                text, parsed = beside, parsed[:1] if call.calls_once else parsed
                 calls = [
                     {
                         "id": call_id(),
                         "type": "function",
-                        "function": {"name": one.name, "arguments": one.arguments},
+                        "function": {"name": item.name, "arguments": item.arguments},
                     }
-                    for one in found
+                    for item in parsed
                 ]
         is_cut = not stop and len(token_ids) == room and int(token_ids[-1]) not in self.codec.ends
         finish = "tool_calls" if calls else "length" if is_cut else "stop"
-        return said, Choice(text, calls, finish, len(token_ids), "" if calls else stop)
+        return turn, Choice(text, calls, finish, len(token_ids), "" if calls else stop)
 
     def _reader(self, tools: list[Schema]) -> CallReader:
         key = canonical_json(tools)
@@ -270,8 +270,8 @@ def stop_in(said: str, stops: Sequence[str]) -> str:
     "" for none.
     """
     places = {stop: said.find(stop) for stop in stops}
-    found = [stop for stop in stops if places[stop] >= 0]
-    return min(found, key=lambda stop: places[stop] + len(stop), default="")
+    hits = [stop for stop in stops if places[stop] >= 0]
+    return min(hits, key=lambda stop: places[stop] + len(stop), default="")
 
 
 class AgentSession:
@@ -317,8 +317,8 @@ class AgentSession:
         has sent the call before, so that it has thrown away an answer that it seems to have read.
         """
         same = self._calls.setdefault(call.digest, [])
-        left = [one for one in same if one.connection is None and one.error is None]
-        unread = [one for one in left if not one.read_at] or (left[-1:] if is_retry else [])
+        left = [item for item in same if item.connection is None and item.error is None]
+        unread = [item for item in left if not item.read_at] or (left[-1:] if is_retry else [])
         if unread:
             return unread[0]
         same.append(call)
@@ -342,19 +342,19 @@ class AgentSession:
             self._result()
             raise AgentFailed("the agent made no call; see that it asks the server at its URL")
         await self._record(text, token_ids)
-        found = await self._observation()
-        return self._result() if found is None else found
+        reply = await self._observation()
+        return self._result() if reply is None else reply
 
     async def _record(self, text: str, token_ids: np.ndarray) -> None:
         """Note the model's turn, and answer the call with it if it is the last asked for."""
         assert self._call is not None
-        said, choice = await self.kit.read(text, token_ids, self._call, self._given)
+        whole, choice = await self.kit.read(text, token_ids, self._call, self._given)
         number = self._add_segment(len(self._parents) - 1)
         self._answers[number] = self._call
         self._tokens += len(token_ids)
         tokens = self._context + len(token_ids)
         turn = plain(self._call.returned(choice))
-        self._conversations.answered(self._place, number, tokens, turn, said)
+        self._conversations.answered(self._place, number, tokens, turn, whole)
         self._call.add(choice)
 
     def _add_segment(self, follows: int) -> int:
@@ -381,23 +381,23 @@ class AgentSession:
                 continue
             beside = self.kit.beside
             try:
-                place = await beside(self._conversations.place, call.chat, call.tools)
-                self._context, self._place = place.tokens, place
-                ids = await beside(self.kit.encode, place.text, self._left())
-                self._context = call.prompt_tokens = place.tokens + len(ids)
+                node = await beside(self._conversations.place, call.chat, call.tools)
+                self._context, self._place = node.tokens, node
+                ids = await beside(self.kit.encode, node.text, self._left())
+                self._context = call.prompt_tokens = node.tokens + len(ids)
                 self._given = self._room(call, len(ids))
             except Exception as error:  # also what the template and the tokenizer raise
                 call.fail(error if isinstance(error, ApiError) else ApiError(str(error)))
                 continue
             call.chat = []  # a rollout may have many long ones
-            if (before := self._answers.get(place.follows)) is not None:
+            if (before := self._answers.get(node.follows)) is not None:
                 before.read_at = before.read_at or time.monotonic()  # since the agent has its text
-            self._asked_at = self._add_segment(place.follows)
-            if not place.text:
-                self._asked_at = place.follows
-            self._conversations.asked(place, self._asked_at, self._context)
+            self._asked_at = self._add_segment(node.follows)
+            if not node.text:
+                self._asked_at = node.follows
+            self._conversations.asked(node, self._asked_at, self._context)
             self._tokens += len(ids)
-            return self._asks(call, place.text, ids, place.follows)
+            return self._asks(call, node.text, ids, node.follows)
 
     def _asks(
         self, call: AgentCall, text: str, ids: list[int], follows: int | None
@@ -410,7 +410,7 @@ class AgentSession:
         """Most tokens of the model's answer to `call`, for which it reads `read` more; 0 for no
         limit. Raises `ApiError` if there is no room.
         """
-        limits = [one for one in (self._left(read), call.max_tokens) if one]
+        limits = [limit for limit in (self._left(read), call.max_tokens) if limit]
         return min(limits, default=0)
 
     def _left(self, read: int = 0) -> int:
@@ -433,7 +433,7 @@ class AgentSession:
                 param="messages",
             )
         limits = [longest and longest - self._context, together and left]
-        return min([one for one in limits if one], default=0)
+        return min([limit for limit in limits if limit], default=0)
 
     async def _next(self) -> AgentCall | None:
         """The next call; None once the agent has ended. Raises `LimitExceeded` if the agent takes
@@ -493,11 +493,11 @@ class AgentSession:
         """Of the calls that the segments `numbers` answer, the one that was read last, or the last
         of those whose text is in the agent's answer, or has it in itself.
         """
-        calls = sorted({self._answers[one] for one in numbers}, key=lambda call: call.read_at)
+        calls = sorted({self._answers[number] for number in numbers}, key=lambda call: call.read_at)
         for call in reversed(calls):
             texts = [choice.text.strip() for choice in call.choices]
             if any(
-                one and self._said and (one in self._said or self._said in one) for one in texts
+                text and self._said and (text in self._said or self._said in text) for text in texts
             ):
                 return call
         return calls[-1] if calls else None

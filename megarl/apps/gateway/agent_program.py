@@ -85,14 +85,14 @@ def check_command(command: Sequence[str], *, network: str, isolate: bool) -> lis
     Python, and words that name files are absolute. Raises `ValueError` if there is no such program,
     or the kernel cannot keep it from the network.
     """
-    found = [
+    words = [
         word if before in ("-m", "-c") else _absolute(word)
         for before, word in zip(["", *command], command, strict=False)
     ]
     if command[0] in ("python", "python3"):
-        found[0] = sys.executable
+        words[0] = sys.executable
     require(
-        shutil.which(found[0]) is not None,
+        shutil.which(words[0]) is not None,
         f"environment.agent.command begins with '{command[0]}', and there is no such program; set"
         " one that is on the PATH, or its path",
     )
@@ -108,7 +108,7 @@ def check_command(command: Sequence[str], *, network: str, isolate: bool) -> lis
         " connections (Linux 6.7 or newer, with Landlock and seccomp); set"
         " environment.agent.network to 'open'",
     )
-    return found
+    return words
 
 
 async def run_agent_program(
@@ -135,8 +135,8 @@ async def run_agent_program(
         work, temporary = folder / "work", folder / "tmp"
         work.mkdir()
         temporary.mkdir()
-        told = {"prompt": prompt.text} | {name: prompt.fields.get(name) for name in columns}
-        (folder / "prompt.json").write_text(json.dumps(told, default=str))
+        about = {"prompt": prompt.text} | {name: prompt.fields.get(name) for name in columns}
+        (folder / "prompt.json").write_text(json.dumps(about, default=str))
         own = {
             "MEGARL_PROMPT": str(folder / "prompt.json"),
             "HOME": str(work),
@@ -169,14 +169,14 @@ async def run_agent_program(
             await _ended(process)
             process.wait()
             await asyncio.wait(reading, timeout=CLOSE_WITHIN_S)
-            said, complained = (one.result() if one.done() else b"" for one in reading)
+            output, complained = (read.result() if read.done() else b"" for read in reading)
             if code := process.returncode:
                 last = complained.decode(errors="replace").strip().splitlines()[-1:]
                 how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
                 raise AgentFailed(
-                    f"the agent ended with {how}{''.join(f': {one}' for one in last)}"
+                    f"the agent ended with {how}{''.join(f': {line}' for line in last)}"
                 )
-            return _answer(folder / "result.json" if scores else None, said)
+            return _answer(folder / "result.json" if scores else None, output)
         finally:
             for task in reading:
                 task.cancel()
@@ -224,8 +224,8 @@ async def _ended(process: subprocess.Popen[bytes]) -> None:
 async def _last(stream: Any, most: int) -> bytes:
     """The last `most` bytes of a pipe, which is read to its end, and closed."""
     reader, loop = asyncio.StreamReader(), asyncio.get_running_loop()
-    made = functools.partial(asyncio.StreamReaderProtocol, reader)
-    transport, _ = await loop.connect_read_pipe(made, stream)
+    factory = functools.partial(asyncio.StreamReaderProtocol, reader)
+    transport, _ = await loop.connect_read_pipe(factory, stream)
     kept = b""
     try:
         while chunk := await reader.read(2**16):

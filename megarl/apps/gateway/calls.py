@@ -121,14 +121,14 @@ def stops_of(given: str | list[str] | None) -> tuple[str, ...]:
     """The stop texts that a request asks for by `stop`. Raises `ApiError` for those that cannot
     be.
     """
-    found = (given,) if isinstance(given, str) else tuple(given or ())
-    if not all(found) or len(found) > MOST_STOPS:
+    stops = (given,) if isinstance(given, str) else tuple(given or ())
+    if not all(stops) or len(stops) > MOST_STOPS:
         raise ApiError(
-            f"`stop` has {len(found)} texts, {found.count('')} of them empty; send at most"
+            f"`stop` has {len(stops)} texts, {stops.count('')} of them empty; send at most"
             f" {MOST_STOPS}, none of them empty",
             param="stop",
         )
-    return found
+    return stops
 
 
 def call_id() -> str:

@@ -55,7 +55,7 @@ class _Recorded:
     """Of the segment whose end this is."""
     tokens: int
     """Tokens of the conversation up to here."""
-    said: str = ""
+    text: str = ""
     """The model's turn with special tokens, if the segment is one."""
 
 
@@ -70,11 +70,11 @@ def _after(key: bytes, turn: Turn) -> bytes:
     is_models = turn["role"] == "assistant"
     written = [turn.get(name) for name in WRITTEN if not (is_models and name == "name")]
     head = json.dumps([turn["role"], *written])
-    if made := turn.get("tool_calls"):
-        head = f"{head} {canonical_json(_values(made))}"
+    if calls := turn.get("tool_calls"):
+        head = f"{head} {canonical_json(_values(calls))}"
     content = turn.get("content") or ""
-    said = f"{head}\n{content.strip() if is_models else content}"
-    return blake2b(key + said.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    text = f"{head}\n{content.strip() if is_models else content}"
+    return blake2b(key + text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def _values(calls: Sequence[dict[str, Any]]) -> list[Any]:
@@ -82,13 +82,14 @@ def _values(calls: Sequence[dict[str, Any]]) -> list[Any]:
     same: 3 and 3.0, no field and one that is null, what is no object and `other_forms` makes one.
     """
     functions = [call.get("function") or {} for call in calls]
-    found = json.loads(
-        canonical_json([[one.get("name"), one.get("arguments")] for one in functions]),
+    pairs = json.loads(
+        canonical_json([[item.get("name"), item.get("arguments")] for item in functions]),
         parse_float=lambda text: int(float(text)) if float(text).is_integer() else float(text),
         object_hook=lambda fields: {k: v for k, v in fields.items() if v is not None},
     )
     return [
-        [name, given if isinstance(given, dict) else {"arguments": given}] for name, given in found
+        [name, values if isinstance(values, dict) else {"arguments": values}]
+        for name, values in pairs
     ]
 
 
@@ -100,11 +101,11 @@ def plain(message: dict[str, Any]) -> Turn:
     turn = {key: value for key, value in message.items() if value not in (None, [], "")}
     content = message.get("content")
     if isinstance(content, list):
-        kinds = {part.get("type") if isinstance(part, dict) else part for part in content} - TEXTS
+        kinds = {item.get("type") if isinstance(item, dict) else item for item in content} - TEXTS
         if kinds:
-            said = ", ".join(map(str, kinds))
-            raise ValueError(f"messages may hold text only, and one has {said:.80}")
-        content = "".join(part.get("text") or "" for part in content)
+            names = ", ".join(map(str, kinds))
+            raise ValueError(f"messages may hold text only, and one has {names:.80}")
+        content = "".join(item.get("text") or "" for item in content)
     if not isinstance(content, str | None):
         raise ValueError(f"the content of a message is no text and no list, but {content!r:.80}")
     turn["content"] = content or ""
@@ -120,9 +121,9 @@ def _as_object(call: dict[str, Any]) -> dict[str, Any]:
     """A tool call whose arguments, a JSON text, are read, as far as they can be."""
     function = dict(call.get("function") or {})
     with contextlib.suppress(TypeError, ValueError, RecursionError):
-        given = json.loads(function.get("arguments") or "{}")
-        canonical_json(given)  # what is nested too deep to be written stays a text
-        function["arguments"] = given
+        arguments = json.loads(function.get("arguments") or "{}")
+        canonical_json(arguments)  # what is nested too deep to be written stays a text
+        function["arguments"] = arguments
     return dict(call) | {"function": function}
 
 
@@ -163,7 +164,7 @@ class Conversations:
                 self._compare(chat[length - 1], self._turns.get(keys[length - 1], []))
             else:
                 turn, new = chat[length - 1], chat[length:]
-                text = self._markup.following(before.said, turn, new, tools)
+                text = self._markup.following(before.text, turn, new, tools)
                 return Place(before.number, text, before.tokens, keys[-1])
         if chat[0]["role"] == RAW:
             return Place(NEW, self._beginning + chat[0]["content"], 0, keys[-1])
@@ -173,12 +174,12 @@ class Conversations:
         """Note in `changed` whether the message `turn`, in the place of the model's turns `said`,
         is one of these with other arguments or thoughts: no editing that an agent means.
         """
-        for one in said if turn["role"] == "assistant" else ():
-            calls, others = (_values(each.get("tool_calls") or []) for each in (one, turn))
-            text, other = one["content"].strip(), turn["content"].strip()
+        for known in said if turn["role"] == "assistant" else ():
+            calls, others = (_values(each.get("tool_calls") or []) for each in (known, turn))
+            text, other = known["content"].strip(), turn["content"].strip()
             if text == other and [name for name, _ in calls] == [name for name, _ in others]:
                 is_call = calls != others
-                before, after = (calls, others) if is_call else (sorted(one), sorted(turn))
+                before, after = (calls, others) if is_call else (sorted(known), sorted(turn))
                 self.changed = f"{json.dumps(before):.200} came back as {json.dumps(after):.200}"
 
     def asked(self, place: Place, number: int, tokens: int) -> None:

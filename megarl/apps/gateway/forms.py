@@ -106,16 +106,16 @@ class Form(Protocol):
 
 def unsupported(name: str, why: str = "") -> ApiError:
     """The error for a setting that must not be set. `why`: in place of that of `REFUSED`."""
-    said = f"`{name}` is not supported: {why or REFUSED[name]}; leave it out"
-    return ApiError(said, code="unsupported", param=name)
+    message = f"`{name}` is not supported: {why or REFUSED[name]}; leave it out"
+    return ApiError(message, code="unsupported", param=name)
 
 
 def refuse_settings(request: Any) -> None:
     """Raise `ApiError` for a setting of the request that a run of training cannot have."""
     for name in REFUSED:
-        found = getattr(request, name, None)
-        found = found.model_dump(exclude_none=True) if isinstance(found, BaseModel) else found
-        if found not in NOT_GIVEN and (name, found) != ("repetition_penalty", 1.0):
+        value = getattr(request, name, None)
+        value = value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value
+        if value not in NOT_GIVEN and (name, value) != ("repetition_penalty", 1.0):
             raise unsupported(name)
     count = getattr(request, "n", None)
     if count is not None and not 1 <= count <= MOST_CHOICES:
@@ -129,7 +129,7 @@ def new_id(kind: str) -> str:
 
 def token_counts(call: AgentCall, choices: Sequence[Choice]) -> dict[str, int]:
     """The numbers of tokens of a call, as OpenAI's APIs tell them."""
-    sampled = sum(one.tokens for one in choices)
+    sampled = sum(choice.tokens for choice in choices)
     return {
         "prompt_tokens": call.prompt_tokens,
         "completion_tokens": sampled,
@@ -142,8 +142,8 @@ class OpenAIForm:
 
     def error(self, error: ApiError) -> dict[str, Any]:
         """The response to a call that is refused."""
-        told = {"message": str(error), "type": error.kind, "param": error.param}
-        return {"error": told | {"code": error.code or None}}
+        body = {"message": str(error), "type": error.kind, "param": error.param}
+        return {"error": body | {"code": error.code or None}}
 
 
 def _as_function(tool: dict[str, Any]) -> dict[str, Any]:
@@ -194,9 +194,9 @@ class ChatCompletions(OpenAIForm):
             idle = (("tool_choice", "auto"), ("tool_choice", "none"))
             body = {k: v for k, v in body.items() if k != "tools" and (k, v) not in idle}
         # vLLM writes into the messages that it checks: it renames `reasoning_content`.
-        body["messages"] = [_with_functions(one) for one in body.get("messages", [])]
-        given = [dict(one) if isinstance(one, dict) else one for one in body["messages"]]
-        checked = body | {"messages": given}
+        body["messages"] = [_with_functions(item) for item in body.get("messages", [])]
+        messages = [dict(item) if isinstance(item, dict) else item for item in body["messages"]]
+        checked = body | {"messages": messages}
         if isinstance(body.get("tool_choice"), dict):  # `chat_asked` refuses it
             checked.pop("tool_choice")
         request = ChatCompletionRequest.model_validate(checked)
@@ -213,14 +213,14 @@ class ChatCompletions(OpenAIForm):
         }
 
     def answer(self, asked: Asked, call: AgentCall, choices: Sequence[Choice]) -> dict[str, Any]:
-        found = []
-        for number, one in enumerate(choices):
-            message = dict(one.message)
-            if one.calls:
-                message["tool_calls"] = [_as_own_call(made, asked.names) for made in one.calls]
-            found.append({"index": number, "message": message, "finish_reason": one.finish})
+        rows = []
+        for number, choice in enumerate(choices):
+            message = dict(choice.message)
+            if choice.calls:
+                message["tool_calls"] = [_as_own_call(item, asked.names) for item in choice.calls]
+            rows.append({"index": number, "message": message, "finish_reason": choice.finish})
         head = self._head(asked, "chat.completion")
-        return head | {"choices": found, "usage": token_counts(call, choices)}
+        return head | {"choices": rows, "usage": token_counts(call, choices)}
 
     def events(self, asked: Asked, call: AgentCall, choices: Sequence[Choice]) -> Iterator[Event]:
         head = self._head(asked, "chat.completion.chunk")
@@ -229,14 +229,14 @@ class ChatCompletions(OpenAIForm):
             choice = {"index": number, "delta": delta, "finish_reason": finish}
             return "", head | {"choices": [choice]}
 
-        for number, one in enumerate(choices):
-            yield chunk(number, {"role": "assistant", "content": None if one.calls else ""})
-            if one.text:
-                yield chunk(number, {"content": one.text})
-            for index, made in enumerate(one.calls):
-                own = {"index": index} | _as_own_call(made, asked.names)
+        for number, item in enumerate(choices):
+            yield chunk(number, {"role": "assistant", "content": None if item.calls else ""})
+            if item.text:
+                yield chunk(number, {"content": item.text})
+            for index, tool_call in enumerate(item.calls):
+                own = {"index": index} | _as_own_call(tool_call, asked.names)
                 yield chunk(number, {"tool_calls": [own]})
-            yield chunk(number, {}, one.finish)
+            yield chunk(number, {}, item.finish)
         if asked.has_usage:
             yield "", head | {"choices": [], "usage": token_counts(call, choices)}
         yield "", "[DONE]"
@@ -261,8 +261,8 @@ def chat_asked(request: ChatCompletionRequest, body: dict[str, Any]) -> Asked:
     except ValueError as error:
         raise ApiError(str(error), param="messages") from None
     except (AttributeError, TypeError):
-        said = "a message has a content part that is not {type: text, text: a text}"
-        raise ApiError(said, param="messages") from None
+        reason = "a message has a content part that is not {type: text, text: a text}"
+        raise ApiError(reason, param="messages") from None
     if not chat:
         raise ApiError("`messages` is empty; send at least one", param="messages")
     limits = [limit_of(body, name) for name in ("max_completion_tokens", "max_tokens")]

@@ -49,10 +49,10 @@ def _dict(value: Any) -> dict[str, Any]:
 def _object(arguments: str) -> dict[str, Any]:
     """The arguments of a call, which the model may have written as another JSON value."""
     try:
-        found = json.loads(arguments or "{}")
+        value = json.loads(arguments or "{}")
     except ValueError:
-        found = arguments
-    return found if isinstance(found, dict) else {"arguments": found}
+        value = arguments
+    return value if isinstance(value, dict) else {"arguments": value}
 
 
 def _resent(call: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
@@ -69,16 +69,16 @@ class Messages:
 
     IDLE = ("thinking", "metadata", "tools")
     """Settings of a request that are not read: what they say has no effect."""
-    kind: type[AnthropicMessagesRequest] | type[AnthropicCountTokensRequest]
-    kind = AnthropicMessagesRequest
+    request_class: type[AnthropicMessagesRequest] | type[AnthropicCountTokensRequest]
+    request_class = AnthropicMessagesRequest
 
     def read(self, body: Any) -> Asked:
         kept, left_out = split_tools(body.get("tools"), (None, "custom"))
         left_out += ["mcp_servers"] if body.get("mcp_servers") else []
         body = {k: v for k, v in body.items() if k not in self.IDLE} | {"tools": kept}
-        request = self.kind.model_validate(body)
-        made = AnthropicServingMessages.to_chat_completion_request(request)
-        if made.response_format is not None:
+        request = self.request_class.model_validate(body)
+        converted = AnthropicServingMessages.to_chat_completion_request(request)
+        if converted.response_format is not None:
             raise unsupported("output_config.format", REFUSED["response_format"])
         if request.messages and request.messages[-1].role == "assistant":
             raise ApiError(
@@ -89,16 +89,16 @@ class Messages:
             )
         choice = body.get("tool_choice") or {}
         chosen = choice.get("type")
-        told = {"auto": None, None: None, "none": "none"}.get(chosen, chosen)
-        made.tool_choice = None  # as `told` says
+        mode = {"auto": None, None: None, "none": "none"}.get(chosen, chosen)
+        converted.tool_choice = None  # as `mode` says
         chat = {
-            "messages": [_dict(one) for one in made.messages],
-            "tools": [_dict(one) for one in made.tools or ()],
-            "tool_choice": told,
+            "messages": [_dict(item) for item in converted.messages],
+            "tools": [_dict(item) for item in converted.tools or ()],
+            "tool_choice": mode,
             "parallel_tool_calls": not choice.get("disable_parallel_tool_use"),
-            "max_tokens": made.max_tokens,
+            "max_tokens": converted.max_tokens,
         }
-        asked = replace(chat_asked(made, chat), left_out=left_out)
+        asked = replace(chat_asked(converted, chat), left_out=left_out)
         asked.call.sends_back = lambda call: _resent(call, lambda given: json.dumps(_object(given)))
         return asked
 
@@ -116,24 +116,24 @@ class Messages:
         }
 
     def _blocks(self, choice: Choice) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+        blocks: list[dict[str, Any]] = []
         if choice.text or not choice.calls:
-            found.append({"type": "text", "text": choice.text})
-        for made in choice.calls:
-            function = made["function"]
-            given = _object(function["arguments"])
-            about = {"type": "tool_use", "id": made["id"], "name": function["name"]}
-            found.append(about | {"input": given})
-        return found
+            blocks.append({"type": "text", "text": choice.text})
+        for call in choice.calls:
+            function = call["function"]
+            arguments = _object(function["arguments"])
+            about = {"type": "tool_use", "id": call["id"], "name": function["name"]}
+            blocks.append(about | {"input": arguments})
+        return blocks
 
     def _stop(self, choice: Choice) -> dict[str, Any]:
         reason = "stop_sequence" if choice.stop else self.STOPS[choice.finish]
         return {"stop_reason": reason, "stop_sequence": choice.stop or None}
 
     def answer(self, asked: Asked, call: AgentCall, choices: Sequence[Choice]) -> dict[str, Any]:
-        found, choice = self._message(asked, call), choices[0]
-        found["usage"]["output_tokens"] = choice.tokens
-        return found | self._stop(choice) | {"content": self._blocks(choice)}
+        message, choice = self._message(asked, call), choices[0]
+        message["usage"]["output_tokens"] = choice.tokens
+        return message | self._stop(choice) | {"content": self._blocks(choice)}
 
     def events(self, asked: Asked, call: AgentCall, choices: Sequence[Choice]) -> Iterator[Event]:
         def event(kind: str, **more: Any) -> Event:
@@ -158,15 +158,15 @@ class Messages:
     def error(self, error: ApiError) -> dict[str, Any]:
         """The response to a call that is refused."""
         is_long = error.code == "context_length_exceeded"  # clients look for these words
-        said = f"prompt is too long: {error}" if is_long else str(error)
-        return {"type": "error", "error": {"type": error.kind, "message": said}}
+        message = f"prompt is too long: {error}" if is_long else str(error)
+        return {"type": "error", "error": {"type": error.kind, "message": message}}
 
 
 class CountTokens(Messages):
     """Anthropic's /v1/messages/count_tokens."""
 
     path = "/v1/messages/count_tokens"
-    kind = AnthropicCountTokensRequest
+    request_class = AnthropicCountTokensRequest
 
     def read(self, body: Any) -> Asked:
         return replace(super().read(body), is_count=True)
@@ -219,8 +219,8 @@ class Responses(OpenAIForm):
             raise unsupported("include: message.output_text.logprobs", REFUSED["logprobs"])
         functions, names, left_out = flat_functions(body.get("tools"))
         known = {k: v for k, v in body.items() if k not in self.IDLE} | {"tools": functions}
-        if isinstance(given := body.get("input"), list):
-            known["input"] = [_plain_item(item) for item in given]
+        if isinstance(items := body.get("input"), list):
+            known["input"] = [_plain_item(item) for item in items]
         request = ResponsesRequest.model_validate(known)
         refuse_settings(request)
         if request.text and request.text.format and request.text.format.type != "text":
@@ -232,18 +232,18 @@ class Responses(OpenAIForm):
         if not messages:
             raise ApiError("`input` is empty; send a text or messages", param="input")
         chat: dict[str, Any] = {
-            "messages": [_dict(one) for one in messages],
+            "messages": [_dict(message) for message in messages],
             "tools": construct_tool_dicts(request.tools, "auto"),
             "tool_choice": body.get("tool_choice"),
             "parallel_tool_calls": body.get("parallel_tool_calls"),
             "max_completion_tokens": request.max_output_tokens,
         }
-        made = ChatCompletionRequest(
+        converted = ChatCompletionRequest(
             messages=chat["messages"], model=request.model, stream=request.stream, seed=None
         )
         settings = {name: body[name] for name in self.REPEATED if body.get(name) is not None}
         about: Any = {"settings": settings, "names": names, "left_out": left_out}
-        asked = replace(chat_asked(made, chat), **about)
+        asked = replace(chat_asked(converted, chat), **about)
 
         def resent(call: dict[str, Any]) -> dict[str, Any]:
             own = names.get(call["function"]["name"])
@@ -286,13 +286,13 @@ class Responses(OpenAIForm):
         }
 
     def _items(self, choice: Choice, names: Names) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+        items: list[dict[str, Any]] = []
         if choice.text or not choice.calls:
-            part = {"type": "output_text", "text": choice.text, "annotations": [], "logprobs": []}
+            text = {"type": "output_text", "text": choice.text, "annotations": [], "logprobs": []}
             about = {"type": "message", "id": new_id("msg"), "role": "assistant"}
-            found.append(about | {"status": "completed", "content": [part]})
-        for made in choice.calls:
-            called = {"call_id": made["id"], **made["function"]}
+            items.append(about | {"status": "completed", "content": [text]})
+        for call in choice.calls:
+            called = {"call_id": call["id"], **call["function"]}
             own = names.get(called["name"])
             if own is not None:
                 called |= {"name": own.name} | (
@@ -302,8 +302,8 @@ class Responses(OpenAIForm):
             if own is not None and own.takes_text:
                 about |= {"type": "custom_tool_call", "id": new_id("ctc")}
                 called["input"] = decode_custom_tool_input(called.pop("arguments"))
-            found.append(about | called)
-        return found
+            items.append(about | called)
+        return items
 
     def answer(self, asked: Asked, call: AgentCall, choices: Sequence[Choice]) -> dict[str, Any]:
         return self._response(asked, call, choices[0])
@@ -313,31 +313,31 @@ class Responses(OpenAIForm):
 
         def event(kind: str, **more: Any) -> Event:
             nonlocal number
-            found = {"type": f"response.{kind}", "sequence_number": number, **more}
+            body = {"type": f"response.{kind}", "sequence_number": number, **more}
             number += 1
-            return found["type"], found
+            return body["type"], body
 
         done = self._response(asked, call, choices[0])
         begun = self._response(asked, call, None) | {"id": done["id"]}
         yield event("created", response=begun)
         yield event("in_progress", response=begun)
         for index, item in enumerate(done["output"]):
-            place = {"output_index": index, "item_id": item["id"]}
+            position = {"output_index": index, "item_id": item["id"]}
             if item["type"] == "message":
-                part = item["content"][0]
-                empty, where = item | {"content": []}, place | {"content_index": 0}
+                content = item["content"][0]
+                empty, where = item | {"content": []}, position | {"content_index": 0}
                 yield event("output_item.added", output_index=index, item=empty)
-                yield event("content_part.added", **where, part=part | {"text": ""})
-                yield event("output_text.delta", **where, delta=part["text"], logprobs=[])
-                yield event("output_text.done", **where, text=part["text"], logprobs=[])
-                yield event("content_part.done", **where, part=part)
+                yield event("content_part.added", **where, part=content | {"text": ""})
+                yield event("output_text.delta", **where, delta=content["text"], logprobs=[])
+                yield event("output_text.done", **where, text=content["text"], logprobs=[])
+                yield event("content_part.done", **where, part=content)
             else:
                 field, name = ("arguments", "function_call_arguments")
                 if "input" in item:
                     field, name = "input", "custom_tool_call_input"
-                given = {field: item[field]}
+                value = {field: item[field]}
                 yield event("output_item.added", output_index=index, item=item | {field: ""})
-                yield event(f"{name}.delta", **place, delta=item[field])
-                yield event(f"{name}.done", **place, name=item["name"], **given)
+                yield event(f"{name}.delta", **position, delta=item[field])
+                yield event(f"{name}.done", **position, name=item["name"], **value)
             yield event("output_item.done", output_index=index, item=item)
         yield event("incomplete" if done["status"] == "incomplete" else "completed", response=done)

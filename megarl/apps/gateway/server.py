@@ -17,10 +17,10 @@ import math
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import uvicorn
 from pydantic import ValidationError
@@ -36,9 +36,8 @@ from megarl.apps.gateway.calls import AgentCall, ApiError
 from megarl.apps.gateway.forms import Asked, ChatCompletions, Completions, Event, Form, unsupported
 from megarl.apps.gateway.other_forms import CountTokens, Messages, Responses
 from megarl.apps.tools.forked import TookTooLong, in_copy
-
-if TYPE_CHECKING:
-    from megarl.apps.gateway.agent_kit import AgentKit, AgentSession
+from megarl.apps.tools.markup import TurnMarkup
+from megarl.settings.agents import AgentConfig
 
 FORMS: tuple[Form, ...] = (
     *(ChatCompletions(), Completions(), Responses()),
@@ -63,6 +62,29 @@ ESTABLISHED, CLOSED = 1, 7
 """States of a TCP connection (Linux): both sides may write; it was reset."""
 MOST_TOLD = 32
 """Types of tools of which is told that the model is not shown them."""
+
+
+class OpenRollout(Protocol):
+    """What the gateway uses of an `AgentSession`."""
+
+    open: int
+    reading: asyncio.Semaphore
+
+    def submit(self, call: AgentCall, is_retry: bool) -> AgentCall: ...
+
+
+class Agents(Protocol):
+    """What the gateway uses of an `AgentKit`."""
+
+    settings: AgentConfig
+    markup: TurnMarkup
+
+    @property
+    def sessions(self) -> Mapping[str, OpenRollout]: ...
+
+    async def beside(self, function: Callable[..., Any], *arguments: Any) -> Any: ...
+
+    def encode(self, text: str, most: int) -> list[int]: ...
 
 
 class _Server(uvicorn.Server):
@@ -116,12 +138,12 @@ class ClientConnection(AutoHTTPProtocol):  # pyright: ignore[reportGeneralTypeIs
 
     async def wait(self, call: AgentCall, limit_s: float | None) -> None:
         """Wait until the call is answered or the client has left, for `limit_s` at most."""
-        waits = [asyncio.ensure_future(one.wait()) for one in (call.ended, self.left)]
+        waits = [asyncio.ensure_future(event.wait()) for event in (call.ended, self.left)]
         try:
             await asyncio.wait(waits, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for one in waits:
-                one.cancel()
+            for wait in waits:
+                wait.cancel()
 
     @property
     def is_open(self) -> bool:
@@ -129,13 +151,13 @@ class ClientConnection(AutoHTTPProtocol):  # pyright: ignore[reportGeneralTypeIs
         return not self.left.is_set() and self._state() == ESTABLISHED
 
     def _state(self) -> int:
-        found = self.transport.get_extra_info("socket")
-        return found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+        sock = self.transport.get_extra_info("socket")
+        return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
 
 
-async def serve_agents(kit: AgentKit) -> int:
+async def serve_agents(kit: Agents) -> tuple[int, asyncio.Task[None]]:
     """Serve the calls of the agents of `kit` on a free port of the loopback address, in this event
-    loop, to the end of the process. Returns the port, which is open.
+    loop, to the end of the process. Returns (the port, which is open, the server's task).
     """
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
@@ -152,14 +174,13 @@ async def serve_agents(kit: AgentKit) -> int:
             timeout_keep_alive=600,
         )
     )
-    kit.serving = asyncio.create_task(web.serve([listener]))
-    return int(listener.getsockname()[1])
+    return int(listener.getsockname()[1]), asyncio.create_task(web.serve([listener]))
 
 
 class Gateway:
     """The ASGI application `app`, which answers the calls of the agents of `kit`."""
 
-    def __init__(self, kit: AgentKit) -> None:
+    def __init__(self, kit: Agents) -> None:
         self._kit = kit
         self._is_for_tools: bool | None = None
         """Whether the chat template writes tools; None until a call has some."""
@@ -167,7 +188,7 @@ class Gateway:
         """Types of tools which the model was not shown, as they were told."""
         self.connections: dict[Any, ClientConnection] = {}
         """{(host, port) of a client: its connection}"""
-        routes = [Route(one.path, _Endpoint(self, one), methods=["POST"]) for one in FORMS]
+        routes = [Route(form.path, _Endpoint(self, form), methods=["POST"]) for form in FORMS]
         routes += [Route(path, self._models) for path in ("/v1/models", "/v1/models/{name:path}")]
         routes.append(Route("/", _alive))
         self.app = Starlette(routes=routes, exception_handlers={404: _not_found, 405: _not_found})
@@ -191,9 +212,7 @@ class Gateway:
             error = ApiError(f"the gateway failed: {one!r:.500}", status=500)
         await _json(form.error(error), error.status)(request.scope, request.receive, send)
 
-    async def _answer(
-        self, form: Form, request: Request, session: AgentSession, send: Send
-    ) -> None:
+    async def _answer(self, form: Form, request: Request, session: OpenRollout, send: Send) -> None:
         async with session.reading:
             asked = await self._read(form, request)
         self._check_model(asked.model)
@@ -251,8 +270,10 @@ class Gateway:
         """Tell the user, once for each, of types of tools that the model is not shown."""
         for name in sorted(set(left_out) - self._left_out)[: MOST_TOLD - len(self._left_out)]:
             self._left_out.add(name)
-            said = "megarl: the agent's calls have tools of type"
-            print(f"{said} {name!r:.60}, which the model is not shown", file=sys.stderr, flush=True)
+            words = "megarl: the agent's calls have tools of type"
+            print(
+                f"{words} {name!r:.60}, which the model is not shown", file=sys.stderr, flush=True
+            )
 
     def _shows_tools(self, tools: Sequence[Any]) -> bool:
         """Whether the chat template writes tools; `tools`: those of a call."""
@@ -270,11 +291,11 @@ class Gateway:
         except ValueError as error:
             raise ApiError(str(error), param="messages") from None
 
-    def _session(self, request: Request) -> AgentSession:
+    def _session(self, request: Request) -> OpenRollout:
         """The session whose key the request has."""
         for name in ("x-api-key", "authorization"):
-            given = request.headers.get(name, "").removeprefix("Bearer ").strip()
-            if (session := self._kit.sessions.get(given)) is not None:
+            token = request.headers.get(name, "").removeprefix("Bearer ").strip()
+            if (session := self._kit.sessions.get(token)) is not None:
                 return session
         raise ApiError(
             "Incorrect API key provided; an agent's key is in its environment, and holds for"
@@ -356,25 +377,25 @@ def _read(form: Form, body: bytes | bytearray, most_items: int = MOST_ITEMS) -> 
     more than `most_items` items in lists where `MOST_ITEMS` are allowed.
     """
     try:
-        found = json.loads(body, parse_constant=_finite, parse_float=_finite)
+        tree = json.loads(body, parse_constant=_finite, parse_float=_finite)
         if b"\\u" in body:  # half of a surrogate pair is no text for a tokenizer
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(tree, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise ApiError(f"the request is no JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(tree, dict):
         raise ApiError("the request is no JSON object; send one with `model`")
-    if (items := _items(found)) > most_items and most_items < MOST_ITEMS:
+    if (items := _items(tree)) > most_items and most_items < MOST_ITEMS:
         raise _Heavy
     if items > MOST_ITEMS:  # each may be told about by several errors
         raise ApiError(f"the request has more than {MOST_ITEMS:,} items in lists", status=413)
     try:
-        asked = form.read(found)
+        asked = form.read(tree)
         asked.call.digest = asked.call.same()
         return asked
     except ApiError:
         raise
     except ValidationError as error:
-        raise _invalid(found, error) from None
+        raise _invalid(tree, error) from None
     except VLLMValidationError as error:
         raise ApiError(str(error.args[0]), param=error.parameter) from None
     except Exception as error:  # checks of vLLM that read a value before they know its type
@@ -385,12 +406,12 @@ def _items(value: Any) -> int:
     """The number of items in the lists of JSON data; counting ends above `MOST_ITEMS`."""
     count, left = 0, [value]
     while left and count <= MOST_ITEMS:
-        one = left.pop()
-        if isinstance(one, list):
-            count += len(one)
-            left += one[: MOST_ITEMS - count] if count < MOST_ITEMS else []
-        elif isinstance(one, dict):
-            left += one.values()
+        item = left.pop()
+        if isinstance(item, list):
+            count += len(item)
+            left += item[: MOST_ITEMS - count] if count < MOST_ITEMS else []
+        elif isinstance(item, dict):
+            left += item.values()
     return count
 
 
@@ -407,23 +428,23 @@ def _invalid(request: Any, error: ValidationError) -> ApiError:
     the request: for a union there are also those of the types that were not meant.
     """
     places = []
-    for one in error.errors(include_url=False, include_context=False, include_input=False):
-        parts = list[Any](one["loc"])
-        place, value = [], request
-        for part in parts:  # without the names of a union's forms
+    for item in error.errors(include_url=False, include_context=False, include_input=False):
+        parts = list[Any](item["loc"])
+        path, value = [], request
+        for step in parts:  # without the names of a union's forms
             if isinstance(value, list):
-                is_known = isinstance(part, int) and part < len(value)
+                is_known = isinstance(step, int) and step < len(value)
             else:
-                is_known = isinstance(value, dict) and part in value
+                is_known = isinstance(value, dict) and step in value
             if is_known:
-                value = value[part]
-                place.append(part)
-        if one["type"] == "missing":
-            place.append(parts[-1])
-        said = one["msg"].removeprefix("Value error, ")
-        places.append((".".join(map(str, place)), said, len(place)))
-    name, said, _ = max(places, key=lambda one: one[2])
-    return ApiError(f"{name}: {said}" if name else said, param=name or None)
+                value = value[step]
+                path.append(step)
+        if item["type"] == "missing":
+            path.append(parts[-1])
+        reason = item["msg"].removeprefix("Value error, ")
+        places.append((".".join(map(str, path)), reason, len(path)))
+    name, reason, _ = max(places, key=lambda entry: entry[2])
+    return ApiError(f"{name}: {reason}" if name else reason, param=name or None)
 
 
 def _encoded(events: Iterable[Event]) -> bytes:

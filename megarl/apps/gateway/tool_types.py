@@ -75,8 +75,8 @@ def flat_functions(tools: Any) -> Shown:
     """
     functions, names = list[dict[str, Any]](), dict[str, ToolName]()
     kept, left_out = split_tools(tools, ("function", "custom", "namespace"))
-    groups = [(one.get("name"), one.get("tools")) for one in kept if one["type"] == "namespace"]
-    for namespace, inner in [("", [one for one in kept if one["type"] != "namespace"]), *groups]:
+    groups = [(item.get("name"), item.get("tools")) for item in kept if item["type"] == "namespace"]
+    for namespace, inner in [("", [item for item in kept if item["type"] != "namespace"]), *groups]:
         own, others = split_tools(inner, ("function", "custom"))
         left_out += others
         for tool in own:

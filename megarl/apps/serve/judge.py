@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +26,11 @@ from megarl.data.rows import column, text_of
 from megarl.data.tokens import prompt_tokens
 from megarl.environments.scores import BadScore, Outcome, read_score
 from megarl.settings.schema import require, shortened
+from megarl.settings.serve import JudgeConfig
 from megarl.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from megarl.apps.serve.served_models import ServedJudge
 
 COLUMN = "fields."
 """Beginning of a template's field, such as `fields.question`, that stands for a column of the
@@ -207,6 +207,21 @@ class VerdictReader:
                 f" judge.highest {self._highest:g}",
             )
         return (number - self._lowest) / (self._highest - self._lowest)
+
+
+@dataclass(frozen=True)
+class ServedJudge:
+    """What a reward server needs to ask its judge: settings, prompt template, reader of verdicts
+    and limits, after their checks. It holds no weights, which vLLM loads later.
+    """
+
+    config: JudgeConfig
+    max_tokens: int
+    """Most tokens of what the judge reads and writes in one verdict."""
+    prompt: JudgePrompt
+    reader: VerdictReader
+    stop_token_ids: list[int]
+    """Ids of tokens that end what the judge writes."""
 
 
 def _folded(text: str) -> str:

@@ -99,9 +99,9 @@ class RewardServer:
     def _may_pass(self, scope: Scope) -> bool:
         if self._expected is None or (scope["path"] == HEALTH and scope["method"] == "GET"):
             return True
-        given = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
+        tokens = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
         # Digests have one length, so that not even that of the token can be timed.
-        return hmac.compare_digest(_digest(given[0] if len(given) == 1 else b""), self._expected)
+        return hmac.compare_digest(_digest(tokens[0] if len(tokens) == 1 else b""), self._expected)
 
     async def _health(self, request: Request) -> Response:
         return JSONResponse({"status": "stopping" if self.lost else "ok"})
@@ -114,8 +114,8 @@ class RewardServer:
         try:
             answer = await self._answer(request)
         except HTTPException as refused:
-            said = {"error": refused.detail}
-            answer = JSONResponse(said, refused.status_code, dict(refused.headers or {}))
+            body = {"error": refused.detail}
+            answer = JSONResponse(body, refused.status_code, dict(refused.headers or {}))
         self._requests.labels(str(answer.status_code)).inc()
         self._seconds.observe(time.monotonic() - started_at)
         return answer
@@ -148,12 +148,12 @@ class RewardServer:
             scored.cancel()
             gone.cancel()
         for outcome in outcomes:
-            kind = (
+            label = (
                 "unfinished"
                 if outcome is None
                 else outcome.failure or ("abstained" if outcome.abstained else "scored")
             )
-            self._samples.labels(kind).inc()
+            self._samples.labels(label).inc()
         return Response(answer_body(outcomes), media_type="application/json")
 
     async def _read(self, request: Request) -> list[Sample]:
@@ -169,14 +169,14 @@ class RewardServer:
             raise too_large
         try:
             async with asyncio.timeout(limit_s):
-                async for part in request.stream():
-                    body += part
+                async for chunk in request.stream():
+                    body += chunk
                     if len(body) > most:
                         raise too_large
             return read_request(bytes(body))
         except TimeoutError:
-            said = f"the request did not arrive within {limit_s:g} s"
-            raise HTTPException(408, said) from None
+            message = f"the request did not arrive within {limit_s:g} s"
+            raise HTTPException(408, message) from None
         except ClientDisconnect:
             raise HTTPException(400, "the client went away") from None
         except BadMessage as error:
@@ -205,8 +205,8 @@ class RewardServer:
 
 def _within_s(request: Request) -> float | None:
     """Seconds within which the client needs an answer; None if it does not say."""
-    said = request.headers.get(WITHIN, "")
-    return float(said) if re.fullmatch(r"[0-9]{1,6}(\.[0-9]*)?", said) else None
+    value = request.headers.get(WITHIN, "")
+    return float(value) if re.fullmatch(r"[0-9]{1,6}(\.[0-9]*)?", value) else None
 
 
 async def _gone(request: Request) -> None:

@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from megarl.apps.serve.judge import JudgePrompt, VerdictReader
+from megarl.apps.serve.judge import JudgePrompt, ServedJudge, VerdictReader
 from megarl.checkpoints.adapter_files import SCORE
 from megarl.checks.engine_checks import check_cache, check_engine_model
 from megarl.checks.model_checks import stop_tokens
@@ -55,24 +55,9 @@ class ServedRewardModel:
         response.
         """
         template = self.config.template
-        said = ControlTokens.of(self.tokenizer).as_text(response, turn_tokens(self.tokenizer))
-        (ids,) = scored_tokens(self.tokenizer, [prompt.text], [said], template, self.end)
+        text = ControlTokens.of(self.tokenizer).as_text(response, turn_tokens(self.tokenizer))
+        (ids,) = scored_tokens(self.tokenizer, [prompt.text], [text], template, self.end)
         return ids
-
-
-@dataclass(frozen=True)
-class ServedJudge:
-    """What a reward server needs to ask its judge: settings, prompt template, reader of verdicts
-    and limits, after their checks. It holds no weights, which vLLM loads later.
-    """
-
-    config: JudgeConfig
-    max_tokens: int
-    """Most tokens of what the judge reads and writes in one verdict."""
-    prompt: JudgePrompt
-    reader: VerdictReader
-    stop_token_ids: list[int]
-    """Ids of tokens that end what the judge writes."""
 
 
 def check_served_reward_model(config: ServedModelConfig) -> ServedRewardModel:
@@ -132,8 +117,8 @@ def _section(section: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        said = str(error).replace(f"{section}.model.path", "model.path")
-        raise ValueError(said.replace("model.path", f"{section}.model.path")) from None
+        message = str(error).replace(f"{section}.model.path", "model.path")
+        raise ValueError(message.replace("model.path", f"{section}.model.path")) from None
 
 
 def _check_classifier(path: str, hf: transformers.PretrainedConfig) -> None:

@@ -21,9 +21,9 @@ import aiohttp
 import numpy as np
 import yaml
 
-from megarl.apps.serve.judge import judge_response
+from megarl.apps.serve.judge import ServedJudge, judge_response
 from megarl.apps.serve.reward_server import Backend
-from megarl.apps.serve.served_models import ServedJudge, ServedRewardModel
+from megarl.apps.serve.served_models import ServedRewardModel
 from megarl.engines.vllm_arguments import engine_arguments, tokenizer_arguments
 from megarl.environments.scores import BadScore, Outcome
 from megarl.errors import EngineLost, UserError

@@ -158,8 +158,8 @@ def _tokens(text: str) -> Iterator[tuple[str, str]]:
         text = re.sub(rf"(?:{TEXT}\s?\{{\s?)?(?<![A-Za-z\\])(?:{words})(?![A-Za-z])(?:\s?\}})?",
                       sign, text)  # fmt: skip
     text = re.sub(r"(?<=[\d)}])\ssquared\b", "^2", re.sub(r"(?<=[\d)}])\scubed\b", "^3", text))
-    for found in TOKEN.finditer(text):
-        type, written = found.lastgroup or "", found[0]
+    for match in TOKEN.finditer(text):
+        type, written = match.lastgroup or "", match[0]
         if type == "type":
             type = "matrix"
         if type in ("text", "word"):
@@ -278,13 +278,13 @@ class _Reader:
         factors, quotients = [factor], 0
         while True:
             if self.type in ("times", "over"):
-                kind, sign = self.type, self.take()
+                role, sign = self.type, self.take()
                 negative = False
                 while self.type == "sign":
                     negative ^= self.take() != "+"
                 factor = self._power(depth)
                 factor = Node("negative", (factor,)) if negative else factor
-                if kind == "over":
+                if role == "over":
                     quotients += 1
                     if quotients > MAX_DEPTH:
                         raise NotRead
@@ -302,9 +302,9 @@ class _Reader:
                 whole = factors[-1]
                 if _is_mixed(whole, factor):
                     fraction = factor.items
-                    part = fraction[0].value / fraction[1].value
+                    share = fraction[0].value / fraction[1].value
                     text = f"{whole.text} {fraction[0].text}/{fraction[1].text}"
-                    factors[-1] = Node("number", text=text, value=whole.value + part)
+                    factors[-1] = Node("number", text=text, value=whole.value + share)
                     continue
             else:
                 break
@@ -320,15 +320,15 @@ class _Reader:
         while self.type in ("power", "raised", "factorial", "below", "prime"):
             if self.place - start > MAX_DEPTH:  # each is one level of the tree
                 raise NotRead
-            kind, sign = self.type, self.take()
-            if kind == "factorial":
+            role, sign = self.type, self.take()
+            if role == "factorial":
                 base = Node("factorial", (base,))
-            elif kind == "raised":
+            elif role == "raised":
                 digits = unicodedata.normalize("NFKC", sign).replace("\u2212", "-")
                 base = Node("power", (base, _number(digits)))
-            elif kind == "power":
+            elif role == "power":
                 base = Node("power", (base, self._signed(depth)))
-            elif kind == "prime":
+            elif role == "prime":
                 base = Node("name", (base,), "'")
             else:
                 base = Node("name", (base, self._signed(depth)), "_")

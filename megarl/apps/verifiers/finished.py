@@ -43,12 +43,12 @@ def to_simplify(node: Node) -> list[Node] | None:
     (`26/2`), powers of ten (`10^3`), numbers in scientific notation (`1.5*10^3`), powers with
     negative exponents and repeating decimals. None for an expression that is unfinished.
     """
-    found: list[Node] = []
+    nodes: list[Node] = []
     try:
-        _literal(node, found)
+        _literal(node, nodes)
     except _Unfinished:
         return None
-    return found
+    return nodes
 
 
 def _plain(node: Node) -> Fraction | None:
@@ -59,21 +59,21 @@ def _plain(node: Node) -> Fraction | None:
     return node.value if node.type == "number" else None
 
 
-def _literal(node: Node, found: list[Node]) -> Fraction | None:
+def _literal(node: Node, nodes: list[Node]) -> Fraction | None:
     """The value of a notation of one number; None for another finished expression. Adds the parts
-    that could be simplified to `found`. Raises `_Unfinished`.
+    that could be simplified to `nodes`. Raises `_Unfinished`.
     """
     if node.type == "number":
         if "overline" in node.text:
-            found.append(node)
+            nodes.append(node)
         return node.value
     if node.type == "product":
-        return _product(node, found)
+        return _product(node, nodes)
     if node.type == "call" and node.text not in ("max", "min", "gcd", "lcm"):
         for item in node.items:
-            _literal(item, found)
+            _literal(item, nodes)
         return None
-    values = [_literal(item, found) for item in node.items]
+    values = [_literal(item, nodes) for item in node.items]
     if node.type == "negative":
         return values[0]
     if node.type == "sum":
@@ -84,9 +84,9 @@ def _literal(node: Node, found: list[Node]) -> Fraction | None:
     if not values or any(value is None for value in values):
         return None
     if node.type == "quotient" or (node.type == "ratio" and len(values) == 2):
-        return _quotient(node, found)
+        return _quotient(node, nodes)
     if node.type == "power":
-        return _power(node, found)
+        return _power(node, nodes)
     if node.type in ("factorial", "binom", "bar", "floor", "ceil") or (
         node.type == "root" and _is_power(values[1], values[0])
     ):
@@ -103,41 +103,41 @@ def _factors(node: Node) -> Iterator[Node]:
         yield node
 
 
-def _product(node: Node, found: list[Node]) -> Fraction | None:
+def _product(node: Node, nodes: list[Node]) -> Fraction | None:
     factors = list(_factors(node))
-    values = [_literal(factor, found) for factor in factors]
+    values = [_literal(factor, nodes) for factor in factors]
     numbers = [factor for factor, value in zip(factors, values, strict=True) if value is not None]
-    is_scientific = [one.type for one in numbers] == ["number", "power"]
+    is_scientific = [item.type for item in numbers] == ["number", "power"]
     if is_scientific and numbers[1].items[0].text == "10":
-        found.append(node)
+        nodes.append(node)
         numbers.pop()
     if len(numbers) > 1:
         raise _Unfinished
     return values[0] if len(factors) == len(numbers) == 1 else None
 
 
-def _quotient(node: Node, found: list[Node]) -> Fraction:
+def _quotient(node: Node, nodes: list[Node]) -> Fraction:
     over, under = (_plain(item) for item in node.items)
     if over and node.text == "frac" and under is None and node.items[1].type == "power":
-        return over / _number(node.items[1], found)
+        return over / _number(node.items[1], nodes)
     if over is None or not under or node.text == ":" or over.denominator * under.denominator != 1:
         raise _Unfinished
     whole = over % under == 0
     if whole and node.text != "frac" and node.type != "ratio":
         raise _Unfinished
     if whole or gcd(over.numerator, under.numerator) != 1:
-        found.append(node)
+        nodes.append(node)
     return over / under
 
 
-def _number(node: Node, found: list[Node]) -> Fraction:
-    value = _literal(node, found)
+def _number(node: Node, nodes: list[Node]) -> Fraction:
+    value = _literal(node, nodes)
     if value is None:
         raise _Unfinished
     return value
 
 
-def _power(node: Node, found: list[Node]) -> Fraction | None:
+def _power(node: Node, nodes: list[Node]) -> Fraction | None:
     base, exponent = node.items
     size = _plain(exponent)
     if size is not None and size.denominator != 1:
@@ -147,7 +147,7 @@ def _power(node: Node, found: list[Node]) -> Fraction | None:
         if _literal(exponent, []) is not None and size is None and exponent.type != "power":
             return None  # as in 2^{3/2}
         raise _Unfinished
-    found.append(node)
+    nodes.append(node)
     return base.value
 
 
@@ -158,10 +158,10 @@ def _without_coefficient(node: Node) -> str | None:
         if factor.type == "quotient":
             over = _without_coefficient(factor.items[0])
             under = _without_coefficient(factor.items[1])
-            parts += [part for part in (over, under and f"1/{under}") if part]
+            parts += [term for term in (over, under and f"1/{under}") if term]
         elif factor.type != "number":
             parts.append("" if _is_number(factor) else key(factor))
-    return "*".join(sorted(part for part in parts if part))
+    return "*".join(sorted(term for term in parts if term))
 
 
 def _is_number(node: Node) -> bool:
@@ -176,6 +176,6 @@ def _is_power(number: Fraction | None, degree: Fraction | None) -> bool:
     if number is None or degree is None or not 2 <= degree <= 10:
         return False
     return all(
-        part < MAX_RADICAND and round(part ** (1 / degree)) ** degree == part
-        for part in (abs(number.numerator), number.denominator)
+        integer < MAX_RADICAND and round(integer ** (1 / degree)) ** degree == integer
+        for integer in (abs(number.numerator), number.denominator)
     )

@@ -35,8 +35,8 @@ def json_schema(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[
         validator = fixed
         if validator is None:
             setting = "json_schema.schema_column"
-            place = f"row {prompt.index}, column '{own.schema_column}'"
-            validator = _validator(row_value(prompt, own.schema_column, setting), place)
+            location = f"row {prompt.index}, column '{own.schema_column}'"
+            validator = _validator(row_value(prompt, own.schema_column, setting), location)
         block = _last_block(response)
         try:
             value = json.loads(response if block is None else block, parse_constant=_refuse)
@@ -50,7 +50,7 @@ def json_schema(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[
     return verify
 
 
-def _validator(schema: Any, place: str) -> Any:
+def _validator(schema: Any, location: str) -> Any:
     """A validator of a schema, given as an object or as the text of its JSON."""
     import referencing
     from jsonschema import SchemaError, validators
@@ -59,46 +59,48 @@ def _validator(schema: Any, place: str) -> Any:
         tree = json.loads(schema) if isinstance(schema, str) else schema
         if not isinstance(tree, dict | bool):
             raise ValueError("it is no object")
-        kind = validators.validator_for(tree, default=validators.Draft202012Validator)
-        kind.check_schema(tree)  # pyright: ignore[reportArgumentType] - may be a bool
+        validator = validators.validator_for(tree, default=validators.Draft202012Validator)
+        validator.check_schema(tree)  # pyright: ignore[reportArgumentType] - may be a bool
     except (ValueError, RecursionError, SchemaError) as error:
-        said = error.message if isinstance(error, SchemaError) else str(error)
-        raise ValueError(f"{place} is no JSON Schema ({shortened(said)}); correct it") from None
+        reason = error.message if isinstance(error, SchemaError) else str(error)
+        raise ValueError(
+            f"{location} is no JSON Schema ({shortened(reason)}); correct it"
+        ) from None
     # An own registry: the default one would fetch what "$ref" names.
     registry = referencing.Registry()
-    missing = _missing_reference(tree, kind, registry)
+    missing = _missing_reference(tree, validator, registry)
     require(
         missing is None,
-        f"{place} refers to {shortened(repr(missing))}, which is not in it; write what it names"
+        f"{location} refers to {shortened(repr(missing))}, which is not in it; write what it names"
         " into the schema, under $defs (addresses are not fetched)",
     )
-    return kind(tree, registry=registry)
+    return validator(tree, registry=registry)
 
 
-def _missing_reference(tree: Any, kind: Any, registry: Any) -> str | None:
+def _missing_reference(tree: Any, validator: Any, registry: Any) -> str | None:
     """The first reference of a schema that leads to nothing; None if there is none. `kind`: class
     of its validator.
     """
     from referencing.exceptions import Unresolvable
     from referencing.jsonschema import specification_with
 
-    specification = specification_with(kind.META_SCHEMA["$schema"])
+    specification = specification_with(validator.META_SCHEMA["$schema"])
     root = specification.create_resource(tree)
     waiting, seen = [(root, registry.resolver_with_root(root))], set[int]()
     while waiting:
-        part, resolver = waiting.pop()
-        if id(part.contents) in seen or not isinstance(part.contents, dict):
+        resource, resolver = waiting.pop()
+        if id(resource.contents) in seen or not isinstance(resource.contents, dict):
             continue
-        seen.add(id(part.contents))
+        seen.add(id(resource.contents))
         for keyword in REFERENCES:
-            reference = part.contents.get(keyword)
+            reference = resource.contents.get(keyword)
             if isinstance(reference, str):
                 try:
-                    found = resolver.lookup(reference)
+                    target = resolver.lookup(reference)
                 except Unresolvable:
                     return reference
-                waiting.append((specification.create_resource(found.contents), found.resolver))
-        waiting += [(one, resolver.in_subresource(one)) for one in part.subresources()]
+                waiting.append((specification.create_resource(target.contents), target.resolver))
+        waiting += [(sub, resolver.in_subresource(sub)) for sub in resource.subresources()]
     return None
 
 
@@ -121,13 +123,13 @@ def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is no JSON")
 
 
-def _at(value: Any, place: str) -> Any:
+def _at(value: Any, path: str) -> Any:
     """The value at a dotted place of a JSON tree; `MISSING` where there is none."""
-    for part in place.split("."):
-        if isinstance(value, dict) and part in value:
-            value = value[part]
-        elif isinstance(value, list) and part.isascii() and part.isdigit() and len(part) < 10:
-            value = value[int(part)] if int(part) < len(value) else MISSING
+    for key in path.split("."):
+        if isinstance(value, dict) and key in value:
+            value = value[key]
+        elif isinstance(value, list) and key.isascii() and key.isdigit() and len(key) < 10:
+            value = value[int(key)] if int(key) < len(value) else MISSING
         else:
             return MISSING
     return value

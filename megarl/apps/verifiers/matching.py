@@ -29,9 +29,9 @@ def regex(config: EnvironmentConfig) -> Verify:
     flags = patterns.IGNORECASE if own.ignore_case else 0
     fixed = None if own.answer_is_pattern else _compiled(own.pattern, flags, "regex.pattern")
 
-    def same(found: str, answer: str) -> bool:
-        found, answer = without_thousands(found), without_thousands(answer)
-        return found.casefold() == answer.casefold() if own.ignore_case else found == answer
+    def same(text: str, answer: str) -> bool:
+        text, answer = without_thousands(text), without_thousands(answer)
+        return text.casefold() == answer.casefold() if own.ignore_case else text == answer
 
     async def verify(prompt: Prompt, response: str) -> float:
         if not response:  # no thinking ended, and a pattern may match nothing
@@ -49,25 +49,25 @@ def regex(config: EnvironmentConfig) -> Verify:
             ) from None
         if last is None:
             return 0.0
-        said = last[pattern.groups]  # group 0 is the whole match
-        return float(said is not None and same(said, prompt.answer))
+        value = last[pattern.groups]  # group 0 is the whole match
+        return float(value is not None and same(value, prompt.answer))
 
     return verify
 
 
 def _compiled(pattern: str, flags: int, what: str) -> patterns.Pattern[str]:
     try:
-        found = patterns.compile(pattern, flags)
+        compiled = patterns.compile(pattern, flags)
     except (patterns.error, RecursionError) as error:
         raise ValueError(
             f"{what} {shortened(repr(pattern))} is no regular expression ({error}); correct it"
         ) from None
     require(
-        found.groups <= 1 or not what.startswith("regex"),
-        f"{what} {shortened(repr(pattern))} has {found.groups} groups; set one with at most one,"
+        compiled.groups <= 1 or not what.startswith("regex"),
+        f"{what} {shortened(repr(pattern))} has {compiled.groups} groups; set one with at most one,"
         " around the answer, and write (?:...) for others",
     )
-    return found
+    return compiled
 
 
 WORD = r"(?:text|textbf|mathbf|mathrm|mathsf|textsf|rm|bf)"
@@ -89,13 +89,13 @@ def choice(config: EnvironmentConfig) -> Verify:
     if the reference answer is no label of `choice.labels`.
     """
     labels = config.choice.labels
-    one = rf"[({{\[*_$\\\s]*(?:\\{WORD}\s*\{{\s*)?\(?\s*([{labels}{labels.lower()}])(?![\w'])"
-    label = re.compile(one)
+    letters = rf"[({{\[*_$\\\s]*(?:\\{WORD}\s*\{{\s*)?\(?\s*([{labels}{labels.lower()}])(?![\w'])"
+    label = re.compile(letters)
     other = re.compile(
         rf"[)}}\]*_$.\s]*(?:,|/|\\|&|\band\b|\bor\b)+\s*(?:and\s|or\s)?[({{\[*_$\s]*"
         rf"(?:option\s+)?[({{\[]?([{labels}])(?![\w'])"
     )
-    said = re.compile(
+    stated = re.compile(
         r"(?:answer|choice|option)\b[\s*_]*(?:\([^()\n]{0,40}\)\s*)?"
         r"(?:(?:would|must|should)\s+be|is|was|:|=)[\s*_:]*"
         r"(?:(?:therefore|thus|clearly|option|choice|answer|letter)\b[\s*_:]*)*",
@@ -108,11 +108,11 @@ def choice(config: EnvironmentConfig) -> Verify:
         there is none, or two. `inside`: nothing but a label is expected, so that a small letter and
         "A" as a word count too.
         """
-        found = label.match(text)
-        if found is None or other.match(text, found.end()):
+        match = label.match(text)
+        if match is None or other.match(text, match.end()):
             return None
-        letter, rest = found[1], text[found.end() :]
-        bare = not inside and text[found.start(1) - 1 : found.start(1)] != "("
+        letter, rest = match[1], text[match.end() :]
+        bare = not inside and text[match.start(1) - 1 : match.start(1)] != "("
         if bare and letter.islower():
             return None
         if bare and letter in ARTICLES and re.match(r"\s+(?!because|since|as\b)[a-z]", rest):
@@ -127,13 +127,13 @@ def choice(config: EnvironmentConfig) -> Verify:
         if marker:
             rest = after_last(marker, response)
             return None if rest is None else read(rest[:200].lstrip(), inside=True)
-        statements = list(said.finditer(response))
+        statements = list(stated.finditer(response))
         for statement in reversed(statements):
-            found = label.match(response, statement.end())
-            if found is not None:
+            match = label.match(response, statement.end())
+            if match is not None:
                 return read(response[statement.end() :][:200])
         lines = [line for line in response.split("\n") if line.strip()]
-        begun = [found[1] for line in lines if (found := heads.match(line[:200]))]
+        begun = [match[1] for line in lines if (match := heads.match(line[:200]))]
         if lines and heads.match(lines[-1][:200]) and len(set(begun)) == 1:
             return begun[0]
         return None

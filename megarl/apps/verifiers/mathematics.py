@@ -103,33 +103,33 @@ def verdict(reference: str, answer: str, question: str, allow_unevaluated: bool)
     by_text = compared_as_text(reference, answer)
     if by_text is not None:
         return by_text
-    gold, given = parse_expression(reference), parse_expression(answer)
+    gold, reply = parse_expression(reference), parse_expression(answer)
     if gold is None:
         return re.sub(r"\s", "", reference) == re.sub(r"\s", "", answer)
-    if given is None or (gold.type != "list" and given.type == "list"):
+    if reply is None or (gold.type != "list" and reply.type == "list"):
         again = parse_expression(without_words(answer))
         if again is None and re.search(r"[A-Za-z]{2}", answer):
             alone = stated_answer(re.sub(r"\\text\w*\s*\{([^{}]*)\}", r" \1 ", answer), alone=True)
             again = None if alone is None else parse_expression(alone)
-        given = again
-    if given is None:
+        reply = again
+    if reply is None:
         return False
-    whole, (gold, given) = given, _comparable(gold, given)
-    if gold is None or given is None:
+    whole, (gold, reply) = reply, _comparable(gold, reply)
+    if gold is None or reply is None:
         return False
-    rounded = any("." in one.text for node in (gold, given) for one in node.nodes()
-                  if one.type == "number")  # fmt: skip
-    if key(gold) == key(given) and key(whole) == key(given):
+    rounded = any("." in item.text for node in (gold, reply) for item in node.nodes()
+                  if item.type == "number")  # fmt: skip
+    if key(gold) == key(reply) and key(whole) == key(reply):
         return True
-    if not equal(gold, given, rounded=rounded):
+    if not equal(gold, reply, rounded=rounded):
         return False
-    return allow_unevaluated or is_answer(given, gold, whole, question)
+    return allow_unevaluated or is_answer(reply, gold, whole, question)
 
 
-def _comparable(gold: Node, given: Node) -> tuple[Node | None, Node | None]:
+def _comparable(gold: Node, reply: Node) -> tuple[Node | None, Node | None]:
     """Two answers without the names of their values, `5` for `x = 5`."""
     gold_side = _side(gold, None) or gold
-    given_side = _side(given, gold_side)
+    given_side = _side(reply, gold_side)
     if given_side is None:
         return gold_side, None
     if gold_side.type not in ("relation", "list", "union", "tuple") and _is_equation(given_side):
@@ -149,7 +149,7 @@ def _side(node: Node, gold: Node | None) -> Node | None:
     """
     if node.type == "list":
         sides = [_side(item, None) for item in node.items]
-        items = tuple(one for one in sides if one is not None)
+        items = tuple(side for side in sides if side is not None)
         return Node("list", items, node.text) if len(items) == len(sides) else None
     if node.type != "relation":
         return node
@@ -167,13 +167,13 @@ def _side(node: Node, gold: Node | None) -> Node | None:
     last = exact_value(lasts[-1])
     is_last = gold is not None and last is not None and last == exact_value(gold)
     sides = groups[-1] if is_last else groups[0]
-    values = [one for one in sides if not variables(one) and one.type != "unit"]
-    rounded = any("." in one.text for value in values for one in value.nodes())
+    values = [side for side in sides if not variables(side) and side.type != "unit"]
+    rounded = any("." in leaf.text for value in values for leaf in value.nodes())
     if any(not equal(*pair, rounded=rounded) for pair in pairs_of(values)):
         return None
-    others = [one for one in sides if one not in values]
-    if values and all(_is_name(one) for one in others):
-        return next((one for one in reversed(values) if not is_unfinished(one)), values[-1])
+    others = [side for side in sides if side not in values]
+    if values and all(_is_name(side) for side in others):
+        return next((side for side in reversed(values) if not is_unfinished(side)), values[-1])
     if len(sides) == 1:
         return sides[0]
     if len(sides) > 2 and not all(same_term(*pair, rounded=False) for pair in pairs_of(sides[1:])):
@@ -188,16 +188,16 @@ def _is_name(node: Node) -> bool:
     """Whether an expression is the name of a value: x, x_1, f(2), AB, (x, y)."""
     if node.type in ("product", "tuple"):
         return _is_name(node.items[0]) and all(
-            one.type in ("name", "number", "tuple", "product") for one in node.items[1:]
+            item.type in ("name", "number", "tuple", "product") for item in node.items[1:]
         )
     return node.type in ("name", "unit")
 
 
 def _rounds(first: Node, second: Node) -> bool:
     """Whether one of two values is the other one, rounded."""
-    sizes = [_size(one) for one in (first, second)]
-    decimal = next((one for one in (second, first) if one.type in ("number", "negative")
-                    and _size(one) is not None), None)  # fmt: skip
+    sizes = [_size(node) for node in (first, second)]
+    decimal = next((node for node in (second, first) if node.type in ("number", "negative")
+                    and _size(node) is not None), None)  # fmt: skip
     if decimal is None or sizes[0] is None or sizes[1] is None:
         return False
     written = decimal.text or decimal.items[0].text
@@ -223,17 +223,17 @@ def is_answer(given: Node, gold: Node, whole: Node, question: str) -> bool:
     left = to_simplify(given) or []
     if to_simplify(gold):
         left = []
-    wholes = [one for one in (given, whole) if key(one) != key(gold) and exact_value(one) is None]
-    left += [one for one in wholes if one.type != "relation" or not _is_name(one.items[0])]
+    wholes = [x for x in (given, whole) if key(x) != key(gold) and exact_value(x) is None]
+    left += [node for node in wholes if node.type != "relation" or not _is_name(node.items[0])]
     if not left or not question:
         return True
     copied = {
         key(node)
-        for found in runs(question[-MAX_CHARACTERS * 10 :])
-        if (tree := parse_expression(expression(found[0]))) is not None
+        for run in runs(question[-MAX_CHARACTERS * 10 :])
+        if (tree := parse_expression(expression(run[0]))) is not None
         for node in tree.nodes()
     }
-    return copied.isdisjoint(key(one) for one in left)
+    return copied.isdisjoint(key(node) for node in left)
 
 
 def final_expression(text: str) -> str | None:
@@ -296,18 +296,18 @@ def _is_hedged(answer: str, before: str, behind: str) -> bool:
     beside a number.
     """
     behind = without_words(behind)
-    found = HEDGE_BEHIND.match(behind)
+    match = HEDGE_BEHIND.match(behind)
     if not re.search(r"\d", answer):
-        return bool(found or (HEDGED.search(before) and " or " not in answer))
+        return bool(match or (HEDGED.search(before) and " or " not in answer))
     others = []
-    if found:
-        others = OTHER.findall(re.split(r"[.!?](?:\s|\Z)|\n", behind[found.end() :], maxsplit=1)[0])
+    if match:
+        others = OTHER.findall(re.split(r"[.!?](?:\s|\Z)|\n", behind[match.end() :], maxsplit=1)[0])
     elif again := NEW_ANSWER.match(behind):
         others = OTHER.findall(behind[again.end() :])[:1]
     if HEDGED.search(before) and " or " not in answer:
         others += OTHER.findall(without_words(re.split(r"[.!?]\s|\n", before)[-1]))
     value = plain_number(answer)
-    return any(value is None or plain_number(one) != value for one in others)
+    return any(value is None or plain_number(text) != value for text in others)
 
 
 def in_tags(response: str) -> tuple[str, str | None]:

@@ -51,10 +51,10 @@ def _closes(text: str, start: int) -> int:
     """Position of the bracket that closes the one at `start`; -1 without one."""
     opening, level = text[start], 0
     closing = {"{": "}", "(": ")"}[opening]
-    for place in range(start, len(text)):
-        level += (text[place] == opening) - (text[place] == closing)
+    for index in range(start, len(text)):
+        level += (text[index] == opening) - (text[index] == closing)
         if level == 0:
-            return place
+            return index
     return -1
 
 
@@ -70,5 +70,5 @@ def _value(node: Node | None) -> Fraction | None:
         value = _value(node.items[0])
         return None if value is None else -value
     if node is not None and node.type == "product" and len(node.items) > 1:
-        return _value(node.items[0]) if all(one.type == "unit" for one in node.items[1:]) else None
+        return _value(node.items[0]) if all(n.type == "unit" for n in node.items[1:]) else None
     return node.value if node is not None and node.type == "number" else None

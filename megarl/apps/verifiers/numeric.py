@@ -44,28 +44,28 @@ def numbers(text: str, *, percent_is_hundredths: bool = False) -> Iterator[Fract
     `\\frac{3}{4}`; None for a number that is too long, or divided by zero. The exponent of a unit
     (`m^2`) is no number. `percent_is_hundredths`: whether `50%` is 1/2; otherwise it is 50.
     """
-    for found in NUMBER.finditer(text):
-        yield _value(found, percent_is_hundredths)
+    for match in NUMBER.finditer(text):
+        yield _value(match, percent_is_hundredths)
 
 
-def _value(found: re.Match[str], percent_is_hundredths: bool) -> Fraction | None:
-    if len(found[0]) > MOST_DIGITS:
+def _value(match: re.Match[str], percent_is_hundredths: bool) -> Fraction | None:
+    if len(match[0]) > MOST_DIGITS:
         return None
-    over, under = found["over"] or found["whole"], found["under"] or found["divisor"] or "1"
+    over, under = match["over"] or match["whole"], match["under"] or match["divisor"] or "1"
     value, divisor = _plain(over), _plain(under)
     if divisor == 0:
         return None
-    value = value / divisor + int(found["ones"] or 0)
-    if found["exponent"]:
-        exponent = int(found["exponent"].replace("\u2212", "-"))
+    value = value / divisor + int(match["ones"] or 0)
+    if match["exponent"]:
+        exponent = int(match["exponent"].replace("\u2212", "-"))
         if abs(exponent) * len(over) > MOST_DIGITS or (exponent < 0 and value == 0):
             return None
         value **= exponent
-    if found["power"]:
-        value *= Fraction(10) ** int(found["power"].replace("\u2212", "-"))
-    if found["percent"] and percent_is_hundredths:
+    if match["power"]:
+        value *= Fraction(10) ** int(match["power"].replace("\u2212", "-"))
+    if match["percent"] and percent_is_hundredths:
         value /= 100
-    return -value if found["sign"] in ("-", "\u2212") else value
+    return -value if match["sign"] in ("-", "\u2212") else value
 
 
 def _plain(text: str) -> Fraction:
@@ -95,9 +95,9 @@ def numeric(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[floa
         if text is None:
             return 0.0
         text = text[:MOST_CHARACTERS] if config.answer_after else text[-MOST_CHARACTERS:]
-        found = list(numbers(text, percent_is_hundredths=hundredths))
-        said = found[0 if config.answer_after else -1] if found else None
+        values = list(numbers(text, percent_is_hundredths=hundredths))
+        value = values[0 if config.answer_after else -1] if values else None
         near = max(absolute, relative * abs(expected))
-        return float(said is not None and abs(said - expected) <= near)
+        return float(value is not None and abs(value - expected) <= near)
 
     return verify

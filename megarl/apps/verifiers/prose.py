@@ -161,20 +161,20 @@ def without_words(text: str) -> str:
     two and a half.
     """
 
-    def fraction(found: re.Match[str]) -> str:
-        part = found["part"].lower()
-        under = PARTS[part if part in PARTS else part.removesuffix("s")]
-        over = 1 if found["over"].lower() in ("a", "an") else _in_digits(found["over"])
-        if found["whole"]:
-            return f"{_in_digits(found['whole'])} {over}/{under}"
+    def fraction(match: re.Match[str]) -> str:
+        word = match["part"].lower()
+        under = PARTS[word if word in PARTS else word.removesuffix("s")]
+        over = 1 if match["over"].lower() in ("a", "an") else _in_digits(match["over"])
+        if match["whole"]:
+            return f"{_in_digits(match['whole'])} {over}/{under}"
         return f"{over}/{under}"
 
-    def once(found: re.Match[str]) -> str:
-        digits, words = found[1] or found[4], found[2] or found[3]
-        return digits if digits.replace(",", "") == str(_in_digits(words)) else found[0]
+    def once(match: re.Match[str]) -> str:
+        digits, words = match[1] or match[4], match[2] or match[3]
+        return digits if digits.replace(",", "") == str(_in_digits(words)) else match[0]
 
     text = IN_WORDS.sub(fraction, AND_FRACTION.sub(r"\1 \2", TWICE.sub(once, text)))
-    text = NUMBER_IN_WORDS.sub(lambda found: str(_in_digits(found[0])), text)
+    text = NUMBER_IN_WORDS.sub(lambda match: str(_in_digits(match[0])), text)
     return AND_FRACTION.sub(r"\1 \2", text)
 
 
@@ -183,26 +183,26 @@ def _in_digits(text: str) -> int | str:
     words = re.split(r"[\s-]+", re.sub(r",|\band\s", "", text.lower()))
     if words[0].isdecimal() and len(words) < 3:  # "5 million" is read as an expression
         return text
-    total, part, least = 0, 0, 10**15
-    for place, word in enumerate(words):
+    total, group, least = 0, 0, 10**15
+    for index, word in enumerate(words):
         value = NUMBER_WORDS.get(word)
-        if place == 0 and (word in ("a", "an") or word.isdecimal()):
-            part = 1 if word in ("a", "an") else int(word)
+        if index == 0 and (word in ("a", "an") or word.isdecimal()):
+            group = 1 if word in ("a", "an") else int(word)
         elif value is not None:
-            left = part % 100
+            left = group % 100
             if (value == 0 and len(words) > 1) or (
                 left and not (left >= 20 and left % 10 == 0 and value < 10)
             ):
                 return text
-            part += value
-        elif word == "hundred" and 0 < part < 100:
-            part *= 100
-        elif SCALES.get(word, 0) > 100 and part and SCALES[word] < least:
+            group += value
+        elif word == "hundred" and 0 < group < 100:
+            group *= 100
+        elif SCALES.get(word, 0) > 100 and group and SCALES[word] < least:
             least = SCALES[word]
-            total, part = total + part * least, 0
+            total, group = total + group * least, 0
         else:
             return text
-    return total + part
+    return total + group
 
 
 def _plain(text: str) -> str:
@@ -210,7 +210,7 @@ def _plain(text: str) -> str:
     text = text.replace("\u2019", "'")
     text = BULLET.sub(" ", BOLD.sub(r"\1", text))
     text = re.sub(r"`([^`\n]*)`", r"\1", text)
-    return CURRENCY.sub(lambda found: (found["formula"] or "").replace("\\$", ""), text)
+    return CURRENCY.sub(lambda match: (match["formula"] or "").replace("\\$", ""), text)
 
 
 def runs(text: str) -> Iterator[re.Match[str]]:
@@ -229,41 +229,41 @@ def stated_answer(response: str, *, alone: bool = False, factorial: bool = False
     `factorial`: a `!` behind a number at the end of a sentence is a factorial, no punctuation.
     """
     text = without_words(_plain(response[-MAX_CHARACTERS:]))
-    found = [one for one in runs(text) if re.search(rf"[\d{VULGAR}\\$]", one[0])]
+    hits = [hit for hit in runs(text) if re.search(rf"[\d{VULGAR}\\$]", hit[0])]
     # A number between bytes that are no text is chance: an untrained model on GSM8K wrote one.
     allowed = [
-        one
-        for one in found
-        if not is_negated(text, one)
-        and UNREADABLE not in (text[one.start() - 1 : one.start()], text[one.end() : one.end() + 1])
+        hit
+        for hit in hits
+        if not is_negated(text, hit)
+        and UNREADABLE not in (text[hit.start() - 1 : hit.start()], text[hit.end() : hit.end() + 1])
     ]
-    if not allowed or (alone and len(found) > 1):
+    if not allowed or (alone and len(hits) > 1):
         return None
     index = len(allowed) - 1
-    stated = [one.end() for one in STATED.finditer(text)]
+    stated = [hit.end() for hit in STATED.finditer(text)]
     for start in reversed(stated):
         end = SENTENCE_END.search(text, start)
         behind = [
-            n for n, one in enumerate(allowed)
-            if start - 1 <= one.start() < min(end.start() if end else len(text), start + 61)
+            n for n, hit in enumerate(allowed)
+            if start - 1 <= hit.start() < min(end.start() if end else len(text), start + 61)
         ]  # fmt: skip
         if behind:
             index = behind[0]
             break
     last = allowed[index]
-    place = found.index(last)
-    before = text[found[place - 1].end() if place else 0 : last.start()]
-    behind_it = text[last.end() : found[place + 1].start() if place + 1 < len(found) else len(text)]
-    if (place and HEDGED.search(before)) or RANGE.search(before) or HEDGE_BEHIND.match(behind_it):
+    at = hits.index(last)
+    before = text[hits[at - 1].end() if at else 0 : last.start()]
+    behind_it = text[last.end() : hits[at + 1].start() if at + 1 < len(hits) else len(text)]
+    if (at and HEDGED.search(before)) or RANGE.search(before) or HEDGE_BEHIND.match(behind_it):
         return None
     if alone and re.search(rf"\b{_HEDGE}\b", behind_it, re.IGNORECASE):
         return None
-    if place + 1 < len(found) and HEDGED.search(behind_it):
+    if at + 1 < len(hits) and HEDGED.search(behind_it):
         return None
-    if place and COMPOUND.fullmatch(before) and SMALLER.match(behind_it):
+    if at and COMPOUND.fullmatch(before) and SMALLER.match(behind_it):
         return None
-    if place + 1 < len(found) and COMPOUND.fullmatch(behind_it) and SMALLER.match(
-        text, found[place + 1].end()
+    if at + 1 < len(hits) and COMPOUND.fullmatch(behind_it) and SMALLER.match(
+        text, hits[at + 1].end()
     ):  # fmt: skip
         return None
     if _is_refused(text, last) or _is_bound(text, last):
@@ -273,12 +273,12 @@ def stated_answer(response: str, *, alone: bool = False, factorial: bool = False
     return expression(last[0])
 
 
-def _is_refused(text: str, found: re.Match[str]) -> bool:
+def _is_refused(text: str, match: re.Match[str]) -> bool:
     """Whether the sentence of an expression asks, or says that there is no answer."""
-    start = max((end.end() for end in SENTENCE_END.finditer(text, 0, found.start())), default=0)
-    end = SENTENCE_END.search(text, found.end() - found[0].endswith("!"))
+    start = max((end.end() for end in SENTENCE_END.finditer(text, 0, match.start())), default=0)
+    end = SENTENCE_END.search(text, match.end() - match[0].endswith("!"))
     sentence = text[start : end.end() if end else len(text)]
-    is_value = re.match(r"[a-zA-Z]\s*=", found[0])  # "no solution if k = 4"
+    is_value = re.match(r"[a-zA-Z]\s*=", match[0])  # "no solution if k = 4"
     return bool(
         sentence.rstrip().endswith(("?", "\uff1f"))
         or REFUSED.search(sentence)
@@ -287,18 +287,18 @@ def _is_refused(text: str, found: re.Match[str]) -> bool:
     )
 
 
-def _is_bound(text: str, found: re.Match[str]) -> bool:
+def _is_bound(text: str, match: re.Match[str]) -> bool:
     """Whether the words or signs around an expression make it only a bound of the value."""
-    before = text[max(0, found.start() - 60) : found.start()]
+    before = text[max(0, match.start() - 60) : match.start()]
     is_tag = re.search(r"<[^<>\n]*\w>\s*\Z", before)
-    return bool((BOUND.search(before) and not is_tag) or BOUND_BEHIND.match(text, found.end()))
+    return bool((BOUND.search(before) and not is_tag) or BOUND_BEHIND.match(text, match.end()))
 
 
-def is_negated(text: str, found: re.Match[str]) -> bool:
+def is_negated(text: str, match: re.Match[str]) -> bool:
     """Whether the words around an expression, a match in `text`, negate it."""
     return bool(
-        NEGATED.search(text, max(0, found.start() - 60), found.start())
-        or NEGATED_BEHIND.match(text, found.end())
+        NEGATED.search(text, max(0, match.start() - 60), match.start())
+        or NEGATED_BEHIND.match(text, match.end())
     )
 
 

@@ -110,8 +110,8 @@ def at_points(node: Node) -> tuple[tuple[Any, Any], ...] | None:
 def variables(node: Node) -> frozenset[str]:
     """The variables of an expression."""
     return frozenset(
-        key(one) for one in node.nodes()
-        if one.type == "name" and one.text not in ("\\pi", "e", "i", "\\infty")
+        key(item) for item in node.nodes()
+        if item.type == "name" and item.text not in ("\\pi", "e", "i", "\\infty")
     )  # fmt: skip
 
 
@@ -171,7 +171,7 @@ def _numeric(mp: Any, node: Node, values: Sequence[Any], point: int) -> Any:
             return abs(first)
         case "floor" | "ceil":
             return getattr(mp, node.type)(first)
-        case "call" if all(abs(one) <= MAX_ARGUMENT for one in values):
+        case "call" if all(abs(value) <= MAX_ARGUMENT for value in values):
             return _called(mp, node.text, values)
     raise TooLarge
 
@@ -192,7 +192,7 @@ def same_term(first: Node, second: Node, *, rounded: bool) -> bool:
     """
     if key(first) == key(second):
         return True
-    if all(_is_plain(one) for one in (first, second)):
+    if all(_is_plain(term) for term in (first, second)):
         rounded = False
     values = exact_value(first), exact_value(second)
     if values[0] is not None and values[1] is not None:
@@ -202,18 +202,18 @@ def same_term(first: Node, second: Node, *, rounded: bool) -> bool:
     if ones is None or others is None:
         return False
     if len(ones) != len(others):  # one has no variables, or they cancel
-        ones, others = ((list(one) * len(POINTS))[: len(POINTS)] for one in (ones, others))
+        ones, others = ((list(row) * len(POINTS))[: len(POINTS)] for row in (ones, others))
     return all(_near(*pair, rounded=rounded) for pair in zip(ones, others, strict=True))
 
 
 def _is_plain(node: Node) -> bool:
     """Whether a number is written in digits that do not repeat, so that it is not rounded."""
-    number = next((one for one in node.nodes() if one.type not in ("negative", "product")), node)
+    number = next((item for item in node.nodes() if item.type not in ("negative", "product")), node)
     return number.type == "number" and not re.search(r"overline|[ /]", number.text)
 
 
 def _near(first: tuple[Any, Any], second: tuple[Any, Any], *, rounded: bool) -> bool:
-    rough, fine = (abs(one - other) for one, other in zip(first, second, strict=True))
+    rough, fine = (abs(value - other) for value, other in zip(first, second, strict=True))
     size = max(abs(first[1]), abs(second[1]))
     if rounded and fine <= float(LARGEST_ERROR) * size:
         return True
@@ -227,7 +227,7 @@ def proportional(first: Node, second: Node) -> bool:
     between inequalities.
     """
     ends = [
-        Node("sum", (one.items[0], Node("negative", one.items[1:2]))) for one in (first, second)
+        Node("sum", (node.items[0], Node("negative", node.items[1:2]))) for node in (first, second)
     ]
     ones, others = at_points(ends[0]), at_points(ends[1])
     if first.text != second.text or ones is None or others is None or len(ones) != len(others):
@@ -235,7 +235,7 @@ def proportional(first: Node, second: Node) -> bool:
     if any(abs(value) < 1e-30 for pair in others for value in pair):
         return False
     ratios = [
-        (one[0] / other[0], one[1] / other[1]) for one, other in zip(ones, others, strict=True)
+        (own[0] / other[0], own[1] / other[1]) for own, other in zip(ones, others, strict=True)
     ]
     return all(_near(ratios[0], ratio, rounded=False) for ratio in ratios) and (
         first.text in "=\u2260" or ratios[0][0].real > 0
@@ -244,7 +244,7 @@ def proportional(first: Node, second: Node) -> bool:
 
 def alternatives(node: Node) -> list[Node]:
     """The expressions that one with plus or minus signs stands for; `node` itself without any."""
-    if not any(one.type == "pm" for one in node.nodes()):
+    if not any(item.type == "pm" for item in node.nodes()):
         return [node]
     return [replaced(node, partial(_signed, sign=sign)) for sign in "+-"]
 
@@ -260,7 +260,7 @@ def equal(first: Node, second: Node, *, rounded: bool) -> bool:
     ratios, matrices and equations of them. `rounded`: as in `same_term`.
     """
     first, second = _interval(first), _interval(second)
-    unordered = [_items(one) for one in (first, second)]
+    unordered = [_items(node) for node in (first, second)]
     if any(len(items) != 1 for items in unordered):
         return _matched(*unordered, rounded=rounded)
     first, second = unordered[0][0], unordered[1][0]
@@ -290,7 +290,7 @@ def equal(first: Node, second: Node, *, rounded: bool) -> bool:
 def _items(node: Node) -> Sequence[Node]:
     """What a list or set holds, with each sign of plus or minus as two items."""
     items = node.items if node.type in ("list", "set") and not node.text[:1].isupper() else (node,)
-    return [one for item in items for one in alternatives(item)]
+    return [choice for item in items for choice in alternatives(item)]
 
 
 def _matched(first: Sequence[Node], second: Sequence[Node], *, rounded: bool) -> bool:
@@ -298,8 +298,8 @@ def _matched(first: Sequence[Node], second: Sequence[Node], *, rounded: bool) ->
     if len(first) != len(second) or len(first) > MAX_ITEMS:
         return False
     left = list(second)
-    for one in first:
-        same = next((n for n, other in enumerate(left) if equal(one, other, rounded=rounded)), None)
+    for own in first:
+        same = next((n for n, other in enumerate(left) if equal(own, other, rounded=rounded)), None)
         if same is None:
             return False
         left.pop(same)
@@ -307,10 +307,10 @@ def _matched(first: Sequence[Node], second: Sequence[Node], *, rounded: bool) ->
 
 
 def _in_proportion(first: Node, second: Node) -> bool:
-    values = [[exact_value(item) for item in one.items] for one in (first, second)]
+    values = [[exact_value(item) for item in node.items] for node in (first, second)]
     if any(not value for row in values for value in row) or len(values[0]) != len(values[1]):
         return False
-    return len({one / other for one, other in zip(*values, strict=True)}) == 1  # type: ignore[operator]
+    return len({own / other for own, other in zip(*values, strict=True)}) == 1  # type: ignore[operator]
 
 
 INFINITE = Node("name", text="\\infty")
@@ -323,7 +323,7 @@ def _interval(node: Node) -> Node:
     """
     if node.type == "list" and node.items and "or" in node.text:
         parts = [_interval(item) for item in node.items]
-        are_intervals = all(one.type == "tuple" for one in parts)
+        are_intervals = all(item.type == "tuple" for item in parts)
         return Node("union", tuple(parts), "\\cup") if are_intervals else node
     if node.type == "set" and node.text == "R":
         return Node("tuple", (Node("negative", (INFINITE,)), INFINITE), "()")

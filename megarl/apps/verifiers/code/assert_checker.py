@@ -51,7 +51,7 @@ class _Program:
             request = {
                 "call": name,
                 "args": encode(list(arguments), _index),
-                "named": {key: encode(one, _index) for key, one in named.items()},
+                "named": {key: encode(value, _index) for key, value in named.items()},
             }
             line = b""
             with contextlib.suppress(BrokenPipeError):
@@ -64,11 +64,11 @@ class _Program:
             reply = json.loads(line)
             if "value" in reply:
                 return decode(reply["value"], _Kept)
-            kind = getattr(builtins, str(reply["raised"]), RuntimeError)
-            if not (isinstance(kind, type) and issubclass(kind, Exception)):
-                kind = RuntimeError
+            error = getattr(builtins, str(reply["raised"]), RuntimeError)
+            if not (isinstance(error, type) and issubclass(error, Exception)):
+                error = RuntimeError
             # A StopIteration would end a `map` of the tests early
-            raise (RuntimeError if kind is StopIteration else kind)(reply["text"])
+            raise (RuntimeError if error is StopIteration else error)(reply["text"])
 
         ask.__name__ = name
         return ask
@@ -130,10 +130,10 @@ def _replaced(test: str, defined: Container[str], program: str) -> str:
         table = symtable.symtable(program, "program", "exec")
     except Exception:  # it does not run either, or only in another version of Python
         return ""
-    solutions = [one for one in table.get_children() if one.get_name() == "Solution"]
-    symbols = [one for part in (table, *solutions) for one in part.get_symbols()]
-    own = {one.get_name() for one in symbols if one.is_assigned() or one.is_imported()}
+    solutions = [child for child in table.get_children() if child.get_name() == "Solution"]
+    symbols = [symbol for scope in (table, *solutions) for symbol in scope.get_symbols()]
+    own = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
     calls = [node.func for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Call)]
-    called = {one.id for one in calls if isinstance(one, ast.Name) and one.id not in defined}
-    found = [name for name in called & own if hasattr(builtins, name)]
-    return found[0] if len(found) == 1 else ""
+    called = {node.id for node in calls if isinstance(node, ast.Name) and node.id not in defined}
+    names = [name for name in called & own if hasattr(builtins, name)]
+    return names[0] if len(names) == 1 else ""

@@ -104,7 +104,7 @@ def read_tests(row: Mapping[str, Any], column: str = "", most: int = 10**6) -> T
     name = present[0]
     value = _parsed(row[name], name)
     if name in ADDED and not column:
-        value = [one for part in ADDED if part in present for one in _parsed(row[part], part)]
+        value = [test for key in ADDED if key in present for test in _parsed(row[key], key)]
     tests = _read(value, row, name)
     if not tests.tests:
         raise BadTests(f"column {name} holds no test; remove the row, or set another column")
@@ -132,16 +132,16 @@ def _read(value: Any, row: Mapping[str, Any], column: str) -> Tests:
             )
         name = value.get("fn_name")
         if not name:
-            return Tests("stdin", [_lines(one) for one in inputs], [_lines(o) for o in outputs])
+            return Tests("stdin", [_lines(text) for text in inputs], [_lines(o) for o in outputs])
         return Tests(
-            "calls", [_call(name, _decoded(one), column) for one in inputs], outputs, wrapped=True
+            "calls", [_call(name, _decoded(item), column) for item in inputs], outputs, wrapped=True
         )
-    if isinstance(value, list) and all(isinstance(one, Mapping) for one in value):
+    if isinstance(value, list) and all(isinstance(item, Mapping) for item in value):
         return _read_cases(value, row, column)
     if isinstance(value, str) and "def check(" in value:
         return _read_check(value, row, column)
     texts = [value] if isinstance(value, str) and "assert" in value else value
-    if isinstance(texts, list) and all(isinstance(one, str) for one in texts):
+    if isinstance(texts, list) and all(isinstance(text, str) for text in texts):
         return _asserts(texts, _setup(row), row, column)
     raise BadTests(
         f"column {column} is no known form of tests: {str(value)[:80]!r}; docs/reference_rewards.md"
@@ -151,11 +151,11 @@ def _read(value: Any, row: Mapping[str, Any], column: str) -> Tests:
 
 def _read_cases(value: list[Any], row: Mapping[str, Any], column: str) -> Tests:
     """Tests in the form of LiveCodeBench."""
-    if not all("input" in one and "output" in one for one in value):
+    if not all("input" in case and "output" in case for case in value):
         raise BadTests(f"column {column}: every test needs 'input' and 'output'")
-    if not any(one.get("testtype") == "functional" for one in value):
-        inputs = [_lines(one["input"]) for one in value]
-        return Tests("stdin", inputs, [_lines(one["output"]) for one in value])
+    if not any(case.get("testtype") == "functional" for case in value):
+        inputs = [_lines(case["input"]) for case in value]
+        return Tests("stdin", inputs, [_lines(case["output"]) for case in value])
     metadata = _parsed(row.get("metadata") or {}, "metadata")
     name = metadata.get("func_name") if isinstance(metadata, Mapping) else None
     name = name or row.get("fn_name") or row.get("func_name")
@@ -165,10 +165,10 @@ def _read_cases(value: list[Any], row: Mapping[str, Any], column: str) -> Tests:
         )
     try:
         calls = [
-            _call(name, [json.loads(line) for line in one["input"].splitlines() if line], column)
-            for one in value
+            _call(name, [json.loads(line) for line in case["input"].splitlines() if line], column)
+            for case in value
         ]
-        return Tests("calls", calls, [json.loads(one["output"]) for one in value])
+        return Tests("calls", calls, [json.loads(case["output"]) for case in value])
     except (ValueError, AttributeError) as error:
         raise BadTests(f"column {column}: a functional test is no JSON ({error})") from None
 
@@ -209,7 +209,7 @@ def _source(prompt: str, name: str) -> tuple[str, str]:
         lines = whole.split("\n")
         for node in tree.body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
-                begin = min(one.lineno for one in (node, *node.decorator_list))
+                begin = min(item.lineno for item in (node, *node.decorator_list))
                 rest = "\n".join([*lines[: begin - 1], *lines[node.end_lineno :]])
                 # A last line of spaces is the indentation of the response.
                 is_open = not prompt.rpartition("\n")[2].strip()
@@ -222,7 +222,7 @@ def _setup(row: Mapping[str, Any]) -> str:
     columns `SETUPS`, joined by newlines.
     """
     parts = [row.get(name) or "" for name in SETUPS]
-    return "\n".join("\n".join(one) if isinstance(one, list) else str(one) for one in parts)
+    return "\n".join("\n".join(item) if isinstance(item, list) else str(item) for item in parts)
 
 
 def _lines(value: Any) -> str:
@@ -283,8 +283,8 @@ def same_output(found: str, expected: str, tolerance: float = 0.0) -> bool:
     """
     ours, theirs = _kept_lines(found), _kept_lines(expected)
     return len(ours) == len(theirs) and all(
-        one == other or _same_line(one, other, tolerance)
-        for one, other in zip(ours, theirs, strict=True)
+        line == other or _same_line(line, other, tolerance)
+        for line, other in zip(ours, theirs, strict=True)
     )
 
 
@@ -297,8 +297,8 @@ def _same_line(found: str, expected: str, tolerance: float) -> bool:
     if all(map(NUMBER.fullmatch, filter(None, [*ours[::2], *theirs[::2]]))):
         ours, theirs = (list(filter(None, line[::2])) for line in (ours, theirs))
     return len(ours) == len(theirs) and all(
-        one == other or _same_number(one, other, tolerance)
-        for one, other in zip(ours, theirs, strict=True)
+        word == other or _same_number(word, other, tolerance)
+        for word, other in zip(ours, theirs, strict=True)
     )
 
 
@@ -325,15 +325,15 @@ def as_json(value: Any) -> Any:
     No number is hashed: a dict of 50,000 that collide took two minutes.
     """
     if isinstance(value, list):
-        return [as_json(one) for one in value]
+        return [as_json(item) for item in value]
     if not isinstance(value, dict):
         return value
     if value["t"] == "tuple":
         return as_json(value["v"])
     if value["t"] != "dict" or any(isinstance(key, list | dict) for key, _ in value["v"]):
         raise TypeError(f"JSON has no such {value['t']}")
-    pairs = [(key if isinstance(key, str) else json.dumps(key), one) for key, one in value["v"]]
-    return {key: as_json(one) for key, one in pairs}
+    pairs = [(key if isinstance(key, str) else json.dumps(key), item) for key, item in value["v"]]
+    return {key: as_json(item) for key, item in pairs}
 
 
 def same_value(found: Any, expected: Any, tolerance: float = 0.0, *, wrapped: bool = False) -> bool:
@@ -359,7 +359,7 @@ def same_json(found: Any, expected: Any, tolerance: float = 0.0) -> bool:
         return found == expected or _close(float(found), expected, tolerance)
     if isinstance(expected, list) and isinstance(found, list):
         return len(found) == len(expected) and all(
-            same_json(one, other, tolerance) for one, other in zip(found, expected, strict=True)
+            same_json(item, other, tolerance) for item, other in zip(found, expected, strict=True)
         )
     if isinstance(expected, dict) and isinstance(found, dict):
         return found.keys() == expected.keys() and all(

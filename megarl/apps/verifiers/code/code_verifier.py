@@ -79,19 +79,19 @@ def _run(
     begin, passed, timed_out = 0, 0, False
     size = len(tests.tests) if settings.partial else FIRST_TESTS
     while begin < len(tests.tests):
-        part = tests.tests[begin : begin + size]
+        batch = tests.tests[begin : begin + size]
         results = sandbox.run(
             tests.kind,
             program,
-            part,
+            batch,
             total_s=max(0.0, until - time.monotonic()),
             go_on=settings.partial,
             **tests.more,
         )
-        expected = tests.expected[begin : begin + size] or [None] * len(part)
+        expected = tests.expected[begin : begin + size] or [None] * len(batch)
         right = [
-            _passes(result, wanted, tests, settings.tolerance)
-            for result, wanted in zip(results, expected, strict=False)
+            _passes(result, target, tests, settings.tolerance)
+            for result, target in zip(results, expected, strict=False)
         ]
         passed, begin = passed + sum(right), begin + len(results)
         timed_out |= any(result["status"] == "time" for result in results)
@@ -117,8 +117,8 @@ def _passes(
         reply = json.loads(result["output"])
         if "value" not in reply:
             return False
-        found = code_tests.as_json(reply["value"])
-        return code_tests.same_value(found, expected, tolerance, wrapped=tests.wrapped)
+        value = code_tests.as_json(reply["value"])
+        return code_tests.same_value(value, expected, tolerance, wrapped=tests.wrapped)
     except (ValueError, TypeError, KeyError, ArithmeticError, AttributeError, RecursionError):
         return False  # a program may write anything in place of a reply
 
@@ -159,8 +159,8 @@ def check_rows(config: EnvironmentConfig, prompts: Iterable[Prompt], setting: st
         except code_tests.BadTests as error:
             name = prompt.environment
             where = f"environment.mixture.{name}.code." if name else "environment.code."
-            said = str(error).replace("environment.code.", where)
-            raise ValueError(f"{setting}, verifier 'code', row {prompt.index}: {said}") from None
+            message = str(error).replace("environment.code.", where)
+            raise ValueError(f"{setting}, verifier 'code', row {prompt.index}: {message}") from None
     for used, rows in sorted(unmet.items()) if launcher.rank() == 0 else ():
         more = f" and {len(rows) - SHOWN_ROWS:,} more" if len(rows) > SHOWN_ROWS else ""
         console.say(

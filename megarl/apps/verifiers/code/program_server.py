@@ -45,7 +45,7 @@ CONTAINERS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     tuple: (list, tuple),
     set: (list, set),
     frozenset: (list, frozenset),
-    dict: (lambda value: [[key, one] for key, one in value.items()], dict),
+    dict: (lambda value: [[key, item] for key, item in value.items()], dict),
     bytes: (lambda value: value.decode("latin-1"), lambda text: text.encode("latin-1")),
     complex: (lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
     range: (lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
@@ -62,14 +62,14 @@ def encode(value: Any, keep: Callable[[Any], int]) -> Any:
     """
     if value is None:
         return None
-    for kind in (bool, int, float, str):
-        if isinstance(value, kind):
-            return kind(value)
+    for base in (bool, int, float, str):
+        if isinstance(value, base):
+            return base(value)
     if isinstance(value, list):
-        return [encode(one, keep) for one in value]
-    for kind, (content, _) in CONTAINERS.items():
-        if isinstance(value, kind):
-            return {"t": kind.__name__, "v": encode(content(value), keep)}
+        return [encode(item, keep) for item in value]
+    for base, (content, _) in CONTAINERS.items():
+        if isinstance(value, base):
+            return {"t": base.__name__, "v": encode(content(value), keep)}
     return {"t": "kept", "v": keep(value)}
 
 
@@ -80,13 +80,13 @@ def decode(value: Any, kept: Callable[[int], Any]) -> Any:
     make.
     """
     if isinstance(value, list):
-        return [decode(one, kept) for one in value]
+        return [decode(item, kept) for item in value]
     if not isinstance(value, dict):
         return value
     content = decode(value["v"], kept)
     if value["t"] == "kept":
         return kept(content)
-    [make] = [make for kind, (_, make) in CONTAINERS.items() if kind.__name__ == value["t"]]
+    [make] = [make for base, (_, make) in CONTAINERS.items() if base.__name__ == value["t"]]
     return make(content)
 
 
@@ -95,16 +95,16 @@ def common_names(source: str) -> dict[str, Any]:
     object} of those, such as `List`, `deque` or `math`, that occur in `source`, the text of the
     program; their modules are imported.
     """
-    found: dict[str, Any] = {}
+    objects: dict[str, Any] = {}
     for module, names in COMMON.items():
-        wanted = [name for name in names.split() if name in source]
-        if wanted:
-            made = importlib.import_module(module)
-            found |= {name: getattr(made, name) for name in wanted}
+        present = [name for name in names.split() if name in source]
+        if present:
+            library = importlib.import_module(module)
+            objects |= {name: getattr(library, name) for name in present}
     for module in MODULES:
         if f"{module}." in source:
-            found[module] = importlib.import_module(module)
-    return found
+            objects[module] = importlib.import_module(module)
+    return objects
 
 
 def load_program(path: str) -> tuple[dict[str, Any], BaseException | None]:
@@ -144,14 +144,14 @@ def call(
         if failed is not None:
             raise failed
         name = request["call"]
-        found = names.get(name)
-        if found is None and hasattr(names.get("Solution"), name):
-            found = getattr(names["Solution"](), name)
-        if found is None:
+        function = names.get(name)
+        if function is None and hasattr(names.get("Solution"), name):
+            function = getattr(names["Solution"](), name)
+        if function is None:
             raise NameError(f"the program has no function {name}")
-        arguments = [decode(one, kept.__getitem__) for one in request["args"]]
-        named = {key: decode(one, kept.__getitem__) for key, one in request["named"].items()}
-        return json.dumps({"value": encode(found(*arguments, **named), keep)})
+        arguments = [decode(item, kept.__getitem__) for item in request["args"]]
+        named = {key: decode(item, kept.__getitem__) for key, item in request["named"].items()}
+        return json.dumps({"value": encode(function(*arguments, **named), keep)})
     except BaseException as error:
         return json.dumps({"raised": type(error).__name__, "text": str(error)[:1000]})
 

@@ -88,12 +88,12 @@ class Sandbox:
             **{name: getattr(config, name) for name in names},
         }
         try:
-            said = self._ask(setup, START_WITHIN_S)
+            reply = self._ask(setup, START_WITHIN_S)
         except SandboxError as error:
-            said = {"refused": str(error)}
-        if said["refused"]:
+            reply = {"refused": str(error)}
+        if reply["refused"]:
             self.close()
-            raise ValueError(f"environment.code.sandbox is '{config.sandbox}': {said['refused']}")
+            raise ValueError(f"environment.code.sandbox is '{config.sandbox}': {reply['refused']}")
 
     def run(
         self,
@@ -121,10 +121,10 @@ class Sandbox:
         if self._process is None:
             self._start()
         job = {"kind": kind, "program": program, "tests": tests, "total_s": total_s, "go_on": go_on}
-        said = self._ask({**job, **more}, total_s + LATE_S)
-        if "results" not in said:
-            raise SandboxError(f"the sandbox failed: {said.get('failed', 'no answer')}")
-        return said["results"]
+        reply = self._ask({**job, **more}, total_s + LATE_S)
+        if "results" not in reply:
+            raise SandboxError(f"the sandbox failed: {reply.get('failed', 'no answer')}")
+        return reply["results"]
 
     def _ask(self, message: dict[str, Any], within_s: float) -> dict[str, Any]:
         assert self._process and self._process.stdin and self._process.stdout
@@ -178,8 +178,8 @@ def commands(config: CodeConfig) -> tuple[list[str], list[str]]:
         python = [_python(), "-I", "-S", "-c"]
         return [*python, PROGRAM], [*python, source]
     first, *rest = config.interpreter
-    found = sys.executable if first == "python" else shutil.which(first)
-    if found is None:
+    program = sys.executable if first == "python" else shutil.which(first)
+    if program is None:
         raise ValueError(
             f"environment.code.interpreter begins with '{first}', which is no program on this"
             " machine; set it to a command that is"
@@ -191,7 +191,7 @@ def commands(config: CodeConfig) -> tuple[list[str], list[str]]:
             " it to the path of a file"
         )
     words = [str(Path(word).resolve()) if Path(word).exists() else word for word in rest]
-    command = [os.path.abspath(found), *words]
+    command = [os.path.abspath(program), *words]
     return command, [*command, "-c", source]
 
 
@@ -201,5 +201,5 @@ def _visible(config: CodeConfig, words: list[str]) -> list[str]:
     paths += [word for word in words if word.startswith("/") and os.path.exists(word)]
     if config.interpreter and words[0] == os.path.abspath(sys.executable):
         paths.append(sys.prefix)
-    found = dict.fromkeys(os.path.abspath(path) for path in paths if os.path.lexists(path))
-    return [path for path in found if path != "/"]
+    visible = dict.fromkeys(os.path.abspath(path) for path in paths if os.path.lexists(path))
+    return [path for path in visible if path != "/"]

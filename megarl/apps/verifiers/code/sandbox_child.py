@@ -172,11 +172,11 @@ def _first_process(programs: Programs, job: dict[str, Any], report: int) -> None
                 _own_proc()
             else:
                 kernel.prctl(kernel.SET_SUBREAPER, 1)
-            said: dict[str, Any] = {"results": run_job(programs, job)}
+            reply: dict[str, Any] = {"results": run_job(programs, job)}
         except Exception as error:
-            said = {"failed": f"{type(error).__name__}: {error}"}
+            reply = {"failed": f"{type(error).__name__}: {error}"}
         with open(report, "wb") as file:
-            file.write(json.dumps(said).encode() + b"\n")
+            file.write(json.dumps(reply).encode() + b"\n")
     finally:
         os._exit(0)
 
@@ -204,24 +204,24 @@ def run_job(programs: Programs, job: dict[str, Any]) -> list[dict[str, Any]]:
     exception or assertion), or the limit that was exceeded: "time", "output" or "memory". The last
     tests are not run if time is over or there is much output.
     """
-    kind, tests, size = job["kind"], job["tests"], 0
+    form, tests, size = job["kind"], job["tests"], 0
     until = time.monotonic() + job["total_s"]
     running: Running | None = None
     results: list[dict[str, Any]] = []
     while len(results) < len(tests) and time.monotonic() < until and size <= ENOUGH_BYTES:
         running = running or _begin(programs, job, tests[len(results) :])
         limit = min(until, time.monotonic() + programs.setup["time_limit_s"])
-        status, said = programs.exchange(running, limit, one_line=kind != "stdin")
-        size += len(said)
+        status, output = programs.exchange(running, limit, one_line=form != "stdin")
+        size += len(output)
         result = {"status": status}
-        if kind == "stdin" or status != "ok":
+        if form == "stdin" or status != "ok":
             running = None
-        if status == "ok" and kind == "asserts":
-            verdict = json.loads(said)
+        if status == "ok" and form == "asserts":
+            verdict = json.loads(output)
             result["status"] = "ok" if verdict["passed"] else "failed"
             running = None if verdict["gone"] else running
         elif status == "ok":
-            result["output"] = said.decode("utf-8", "replace")
+            result["output"] = output.decode("utf-8", "replace")
         results.append(result)
         if result["status"] != "ok" and not job["go_on"]:
             break
@@ -343,7 +343,7 @@ class Programs:
         os.setsid()
         os.chdir(self.folder)
         # First to numbers beyond those that are overwritten
-        high = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, LEAST_NUMBER) for one in wiring]
+        high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, LEAST_NUMBER) for fd in wiring]
         for number, descriptor in enumerate(high):
             os.dup2(descriptor, number, inheritable=True)
         os.closerange(len(high), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
@@ -380,10 +380,10 @@ class Programs:
             resource.RLIMIT_CPU: int(limit_s) + 1,
             resource.RLIMIT_NPROC: count,
         }
-        for kind, most in limits.items():
-            hard = resource.getrlimit(kind)[1]  # a lower one is kept
+        for limit, most in limits.items():
+            hard = resource.getrlimit(limit)[1]  # a lower one is kept
             most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-            resource.setrlimit(kind, (most, most))
+            resource.setrlimit(limit, (most, most))
 
     def _too_large(self) -> bool:
         """Whether all programs together use more memory than is allowed."""
@@ -426,9 +426,9 @@ class Programs:
                 look_at = time.monotonic() + LOOK_EVERY_S
             readable = select.select(reads, [], [], max(0.0, min(until, look_at) - now))[0]
             if running.out in readable:
-                part = running.out.read(PIPE_BYTES) or b""
-                received += part
-                reads = reads if part else [running.handle]
+                chunk = running.out.read(PIPE_BYTES) or b""
+                received += chunk
+                reads = reads if chunk else [running.handle]
             elif running.handle in readable:
                 ended = os.waitid(os.P_PIDFD, running.handle.fileno(), os.WEXITED)
                 is_clean = ended and (ended.si_code, ended.si_status) == (os.CLD_EXITED, 0)

@@ -218,21 +218,21 @@ def _show(path: str) -> None:
     """Show `path` of the old root at its place in the new one. A symbolic link, also one on the
     way, is shown as such, and so is what it leads to.
     """
-    place, old, rest = "", "", path.strip("/").split("/")
+    target, old, rest = "", "", path.strip("/").split("/")
     while rest:
-        place, rest = f"{place}/{rest[0]}", rest[1:]
-        old = "/.old" + place
+        target, rest = f"{target}/{rest[0]}", rest[1:]
+        old = "/.old" + target
         if os.path.islink(old):
-            if not os.path.lexists(place):
-                os.symlink(os.readlink(old), place)
-            leads = os.path.join(os.path.dirname(place), os.readlink(old), *rest)
+            if not os.path.lexists(target):
+                os.symlink(os.readlink(old), target)
+            leads = os.path.join(os.path.dirname(target), os.readlink(old), *rest)
             _show(os.path.normpath(leads))
             return
-        if not os.path.lexists(place):
+        if not os.path.lexists(target):
             if os.path.isdir(old):
-                os.mkdir(place)
+                os.mkdir(target)
             elif os.path.exists(old):
-                open(place, "w").close()
-    if os.path.exists(old) and not os.path.samefile(old, place):  # not in a folder that is shown
-        mount(old, place, "", BIND | RECURSIVE)
-        make_read_only(place)
+                open(target, "w").close()
+    if os.path.exists(old) and not os.path.samefile(old, target):  # not in a folder that is shown
+        mount(old, target, "", BIND | RECURSIVE)
+        make_read_only(target)

@@ -55,17 +55,17 @@ def names_of_tests(
     nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
     defined = {name for table in tables for name in _defined(table)} | _starred(nodes)
     unknown = {name for table in tables for name in _read(table)} - defined - set(dir(builtins))
-    named = {id(one): one.id for one in nodes if isinstance(one, ast.Name)}
+    named = {id(node): node.id for node in nodes if isinstance(node, ast.Name)}
     of_attributes = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
-    owners = {named[one] for one in of_attributes & named.keys()} & unknown
+    owners = {named[key] for key in of_attributes & named.keys()} & unknown
     of_library = owners & sys.stdlib_module_names
-    without = owners - of_library - {named[one] for one in named.keys() - of_attributes}
+    without = owners - of_library - {named[key] for key in named.keys() - of_attributes}
     early = set[str]()
     if _parsable(setup):
-        early = {one.get_name() for one in tables[0].get_symbols() if one.is_referenced()}
+        early = {item.get_name() for item in tables[0].get_symbols() if item.is_referenced()}
         early = (early & unknown) - of_library - without
     unknown -= of_library | without | early
-    known = {*own, *(part for name in DECLARED for part in _words(row.get(name)))}
+    known = {*own, *(word for name in DECLARED for word in _words(row.get(name)))}
     known |= _top_names(row.get(REFERENCE)) & unknown
     objects = set() if known else _arguments(nodes, unknown)
     unclear = unknown - known if known else unknown - objects
@@ -108,18 +108,18 @@ def _tables(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
 
 def _defined(table: symtable.SymbolTable) -> Iterator[str]:
     """Global names that a module defines, also in functions."""
-    for one in _tables(table):
-        for symbol in one.get_symbols():
-            is_global = one is table or symbol.is_declared_global()
+    for scope in _tables(table):
+        for symbol in scope.get_symbols():
+            is_global = scope is table or symbol.is_declared_global()
             if is_global and (symbol.is_assigned() or symbol.is_imported()):
                 yield symbol.get_name()
 
 
 def _read(table: symtable.SymbolTable) -> Iterator[str]:
     """Global names that a module uses."""
-    for one in _tables(table):
-        for symbol in one.get_symbols():
-            if symbol.is_referenced() and (one is table or symbol.is_global()):
+    for scope in _tables(table):
+        for symbol in scope.get_symbols():
+            if symbol.is_referenced() and (scope is table or symbol.is_global()):
                 yield symbol.get_name()
 
 
@@ -155,7 +155,7 @@ def _arguments(nodes: Sequence[ast.AST], names: set[str]) -> set[str]:
     within = set[int]()
     for call in (node for node in nodes if isinstance(node, ast.Call)):
         if isinstance(call.func, ast.Name) and call.func.id in names - classes:
-            parts = [*call.args, *(one.value for one in call.keywords)]
-            within |= {id(one) for part in parts for one in ast.walk(part)}
-    outside = {one.id for one in nodes if isinstance(one, ast.Name) and id(one) not in within}
+            parts = [*call.args, *(item.value for item in call.keywords)]
+            within |= {id(node) for tree in parts for node in ast.walk(tree)}
+    outside = {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in within}
     return classes - outside
