@@ -1,6 +1,4 @@
-"""The address of a running Ray cluster in RAY_ADDRESS, tried by a plain connection before Ray uses
-it: Ray waits for minutes, without a word, for a cluster that is gone.
-"""
+"""RAY_ADDRESS, tried before Ray waits minutes for a cluster that is gone."""
 
 from __future__ import annotations
 
@@ -8,15 +6,11 @@ import os
 import socket
 
 CONNECT_TIMEOUT_S = 5.0
-"""Seconds that the head of a Ray cluster has to accept a connection."""
 
 
 def ray_address() -> str:
-    """Value of the environment variable RAY_ADDRESS, the Ray cluster to join: "host:port", "auto",
-    or "" to start Ray on this machine. A host:port is tried by a connection, which may take
-    `CONNECT_TIMEOUT_S` (5) seconds.
-
-    Raises `ValueError` if nothing answers there, or if the value has another form.
+    """ "host:port", "auto", or "" to start Ray here. Raises `ValueError` if nothing answers, or for
+    another form.
     """
     address = os.environ.get("RAY_ADDRESS", "")
     if address in ("", "auto"):  # for auto, Ray looks for a running head itself
