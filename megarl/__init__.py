@@ -3,7 +3,7 @@
 layout.
 
 From Python: `from megarl import Trainer` and so on; see docs/api.md. Names are imported at first
-use, so that `import megarl` imports nothing else.
+use.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, from `megarl.api`."""
+    """Public names, from `megarl.api`."""
     if name not in __all__:
         raise AttributeError(f"module 'megarl' has no attribute {name!r}")
     import importlib
@@ -44,5 +44,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, for completion in notebooks."""
+    """For completion in notebooks."""
     return __all__
