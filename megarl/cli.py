@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 LONGEST_MESSAGE = 2000
 """Of an error, which may repeat a text of the user's."""
-LAUNCH_END_WITHIN_S = 90.0
-"""After a signal: more than a launcher gives the ranks, and then Ray."""
 REPLACED = {
     "watch": "megarl status RUN --watch",
     "timeline": "a line of shell: docs/activity.md",
@@ -158,7 +156,7 @@ def plan(arguments: list[str]) -> Start:
         config_class = kinds.get("") or recipe_class(name, options.recipe)
         processes = load(command.starts)(name, options, config_class) if command.starts else None
         if processes is not None:
-            return Start(processes, LAUNCH_END_WITHIN_S)
+            return Start(processes, 90.0)  # more than it gives the ranks, and then Ray
     except (ValueError, PermissionError) as error:
         raise mistake(error) from error
     run = partial(run_recipe, command, config_class, options)

@@ -18,6 +18,14 @@ class ProcessLost(RuntimeError):
     """
 
 
+class ActorDied(ProcessLost):
+    """The actor died before it answered."""
+
+
+class ActorUnreachable(ActorDied):
+    """The actor may be alive, and may have received the call."""
+
+
 class EngineLost(RuntimeError):
     """Engines died or stopped answering; new ones can take their places. `engines`: numbers, where
     known.
@@ -26,10 +34,6 @@ class EngineLost(RuntimeError):
     def __init__(self, reason: str, engines: tuple[int, ...] = ()) -> None:
         super().__init__(reason)
         self.engines = engines
-
-
-class EngineUnreachable(RuntimeError):
-    """The engine may be alive: the request can be sent again."""
 
 
 def disk_advice(error: BaseException | str) -> str:

@@ -27,15 +27,13 @@ import zmq
 from ray.exceptions import ActorUnavailableError
 from zmq.utils.monitor import recv_monitor_message
 
-from megarl.errors import EngineLost, EngineUnreachable
+from megarl.errors import ActorUnreachable, EngineLost
 from megarl.system.deaths import DEATHS, ENGINE_DEAD, why_dead
 from megarl.system.spans import Requests
 
 MAX_AT_ONCE = 64
 """Messages that are handled before the event loop does other work."""
 
-TICK_S = 0.02
-"""Until a socket is read again while messages come: a wake-up for each would cost more than it."""
 
 LOOK_S = 0.5
 """Between two checks whether the connection lasts."""
@@ -132,7 +130,8 @@ class EventSocket:
             self._hear(self.plain.recv_multipart(zmq.NOBLOCK))
             count += 1
         if count:
-            self._read_in(TICK_S if count < MAX_AT_ONCE else 0.0)
+            # Seconds later, all that has come by then: a wake-up for each message costs more.
+            self._read_in(0.02 if count < MAX_AT_ONCE else 0.0)
         elif self._is_due:
             self._is_due = False
             self._loop.add_reader(self.plain.fileno(), self._read)
@@ -193,7 +192,7 @@ class Remote:
     async def ask(self, request: Any) -> Any:
         """The result of the actor's `serve(request)`, which stops if the caller is cancelled.
 
-        Raises `EngineLost` if the actor is dead, `EngineUnreachable` if it may be alive, or what
+        Raises `EngineLost` if the actor is dead, `ActorUnreachable` if it may be alive, or what
         `Failure` says.
         """
         loop = asyncio.get_running_loop()
@@ -233,11 +232,11 @@ class Remote:
         """Have the actor connect, and end every open request with the connection."""
         self._route = secrets.token_hex(16).encode()
         self.channel.hearers[self._route] = self._hear
-        error: Exception = EngineUnreachable("its connection broke")
+        error: Exception = ActorUnreachable("its connection broke")
         try:
             await self._handle.attach.remote(self.channel.place, self._route)
         except ActorUnavailableError as found:
-            error = EngineUnreachable(f"it could not be reached ({str(found).splitlines()[0]})")
+            error = ActorUnreachable(f"it could not be reached ({str(found).splitlines()[0]})")
         except DEATHS as found:
             error = EngineLost(f"its process died ({why_dead(found)})")
         except Exception as found:

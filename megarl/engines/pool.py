@@ -25,14 +25,14 @@ from ray.exceptions import ActorUnavailableError, OutOfMemoryError
 
 from megarl.engines.interface import Pulse
 from megarl.engines.remote import EngineActor
-from megarl.errors import ProcessLost
+from megarl.errors import ActorDied, ProcessLost
 from megarl.settings.rollout import ENGINE_STARTS
 from megarl.system.console import say
 from megarl.system.deaths import DEATHS, ENGINE_DEAD, why_dead
 from megarl.system.placement import Seat, kept_engines
 from megarl.system.process_env import KEPT_ENGINES
 from megarl.system.processes import Process, end, with_descendants
-from megarl.system.ray_calls import GOES_ON, KILL_S, ActorDied, await_answer, done_within
+from megarl.system.ray_calls import GOES_ON, KILL_S, await_answer, done_within
 
 ActorHandle = Any
 """Ray creates its methods at run time."""
@@ -41,8 +41,6 @@ BEAT_S, MOST_BEATS = 1.0, 32
 """Least seconds between two signs of life of an engine, and most signs of all in that time."""
 FIRST_PULSE = Pulse(-1, 0, 0, 0, requests=0, is_paused=False, is_dead=False)
 """In the place of that before an engine's first one."""
-LOOK_S = 0.05
-"""Between two looks at engines that a call waits for."""
 
 
 @dataclass(frozen=True)
@@ -409,7 +407,7 @@ class EngineManager:
                 raise ProcessLost(
                     f"after {timeout_s:g} s {states}; raise rollout.engine.start_timeout_s"
                 )
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(0.05)
 
     async def close(self) -> None:
         """Stop the engines that do not stay after the run."""

@@ -18,16 +18,13 @@ from megarl.engines.channel import Channel, ChannelActor, Remote
 from megarl.engines.interface import InferenceEngine, Pulse
 from megarl.engines.vllm_engine import Engine
 from megarl.environments.user_code import function_of
-from megarl.errors import EngineLost, EngineUnreachable
+from megarl.errors import ActorUnreachable, EngineLost
 from megarl.settings.rollout import EngineConfig
 from megarl.system.deaths import DEATHS, why_dead
 from megarl.system.processes import Process, with_descendants
 from megarl.system.signals import die_with_parent, keep_blocked_signals
 from megarl.system.spans import Recording, Requests, activity, close_recording
 from megarl.types import Segment
-
-PAUSED_WITHIN_S = 10.0
-"""Seconds that an engine has to say how long it was paused."""
 
 
 def engine_name(number: int) -> str:
@@ -180,13 +177,13 @@ class RemoteEngine:
 
     async def paused_s(self, last_s: float) -> float:
         """0 if there is no answer within 10 seconds, since an engine that hangs is not paused.
-        Raises `EngineLost` if the engine is dead, `EngineUnreachable` if it may be alive.
+        Raises `EngineLost` if the engine is dead, `ActorUnreachable` if it may be alive.
         """
         try:
-            return await asyncio.wait_for(self.handle.paused_s.remote(last_s), PAUSED_WITHIN_S)
+            return await asyncio.wait_for(self.handle.paused_s.remote(last_s), timeout=10.0)
         except TimeoutError:
             return 0.0
         except ActorUnavailableError as error:
-            raise EngineUnreachable(str(error).splitlines()[0]) from error
+            raise ActorUnreachable(str(error).splitlines()[0]) from error
         except DEATHS as error:
             raise EngineLost(f"its process died ({why_dead(error)})") from error

@@ -10,17 +10,11 @@ from typing import Any
 import ray
 
 from megarl.checkpoints.group_files import segments_of, with_arrays
+from megarl.errors import ActorDied, ActorUnreachable
 from megarl.rollout.batch import assemble
 from megarl.rollout.evaluation import Evaluated
 from megarl.rollout.stored_arrays import StoredArrays, fetch
-from megarl.system.ray_calls import (
-    SERVICE_TIMEOUT_S,
-    THE_SERVICE,
-    ActorDied,
-    ActorUnreachable,
-    ask,
-    ask_service,
-)
+from megarl.system.ray_calls import SERVICE_TIMEOUT_S, THE_SERVICE, ask, ask_service
 from megarl.system.signals import Stop
 from megarl.system.spans import Span, activity
 from megarl.types import Cursor, Group, Prompt, StepBatch, TokenArrays

@@ -18,13 +18,11 @@ from megarl.system import console, signals
 from megarl.system.private_folder import MARK, run_folder
 from megarl.system.process_env import KEPT_ENGINES, own_cluster_token, prepare_environment
 
-END_WITHIN_S = 30.0
-
 
 def main() -> None:
     """Start Ray for runs of a recipe, and keep it until SIGINT, SIGTERM or SIGHUP."""
     signals.handle()
-    signals.guard(END_WITHIN_S)
+    signals.guard(30.0)  # for the end of Ray and the engines
     recipe = sys.argv[-1]
     config = configs.read(configs.task_class(configs.written_tree(recipe), recipe), recipe)
     assert isinstance(config, RunConfig)

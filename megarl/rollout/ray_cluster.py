@@ -47,10 +47,6 @@ def _leave() -> None:
 os.register_at_fork(after_in_child=_leave)
 
 
-NODE_S = 10.0
-"""As long as `ray.init` itself waits for Ray's node."""
-
-
 class SmallNode(ray_node.Node):
     """Ray's node without the autoscaler, and without the dashboard's server, for which `ray.init`
     waits.
@@ -67,7 +63,8 @@ class SmallNode(ray_node.Node):
         second.
         """
         super().start_ray_processes()
-        head, deadline = self.get_gcs_client(), time.monotonic() + NODE_S
+        # As long as `ray.init` itself waits for the node.
+        head, deadline = self.get_gcs_client(), time.monotonic() + 10.0
         assert head is not None
         while not head.get_all_node_info() and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -98,9 +95,6 @@ def start_ray(folder: Path, **options: Any) -> None:
             _leaves_group = False
 
 
-STOP_TIMEOUT_S = 5.0
-"""Until an engine or the service is killed."""
-
 MIN_OBJECT_STORE_BYTES = 512 * 2**20
 """Memory is used only as objects are stored."""
 
@@ -108,9 +102,6 @@ BYTES_PER_TOKEN = 8
 """Of `TokenArrays`: int32 and float32."""
 
 SHARED_MEMORY = Path("/dev/shm")
-
-IMPATIENT_STOP_TIMEOUT_S = 0.5
-"""As `STOP_TIMEOUT_S`, in a run that ends by a signal or an error."""
 
 
 def object_store_bytes(rollout: RolloutConfig) -> int:
@@ -209,8 +200,10 @@ class Cluster:
         fix = "raise rollout.engine.start_timeout_s"
         ask(THE_SERVICE, self._service_ready, timeout_s, "starting", fix)
 
-    def close(self, *, stop_timeout_s: float = STOP_TIMEOUT_S) -> None:
-        """Stop the service with its engines, then end Ray."""
+    def close(self, *, stop_timeout_s: float = 5.0) -> None:
+        """Stop the service with its engines, then end Ray. `stop_timeout_s`: until they are
+        killed.
+        """
         done_within(stop_timeout_s + KILL_S, lambda: self._stop_actors(stop_timeout_s))
         self._owned = []
         shut_down()
@@ -231,13 +224,7 @@ class Cluster:
         if exc is not None:
             # The other ranks fail once the service is gone, and torchrun then sends SIGTERM here.
             ignore_while_closing()
-        self.close(stop_timeout_s=STOP_TIMEOUT_S if exc is None else IMPATIENT_STOP_TIMEOUT_S)
-
-
-SHUTDOWN_S = 15.0
-"""Seconds that `ray.shutdown` may take."""
-LINGER_S = 1.0
-"""Seconds that Ray's processes then have to end."""
+        self.close(stop_timeout_s=5.0 if exc is None else 0.5)
 
 
 def started_processes() -> list[Process]:
@@ -252,10 +239,10 @@ def started_processes() -> list[Process]:
     return processes
 
 
-def shut_down(timeout_s: float = SHUTDOWN_S) -> None:
+def shut_down(timeout_s: float = 15.0) -> None:
     """End Ray in this process, and kill what is left of the processes it has started."""
     processes = started_processes()
     if not done_within(timeout_s, ray.shutdown):
         say(f"megarl: Ray has not shut down within {timeout_s:g} s; its processes are killed")
         end(processes, patience_s=0.0)
-    end(processes, patience_s=LINGER_S)
+    end(processes, patience_s=1.0)

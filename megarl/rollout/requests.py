@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from megarl.errors import EngineLost, EngineUnreachable
+from megarl.errors import ActorUnreachable, EngineLost
 from megarl.settings.rollout import RolloutConfig
 from megarl.types import Prompt, Segment
 
@@ -42,7 +42,7 @@ class EngineHandle(Protocol):
         stop: tuple[str, ...] = (),
     ) -> Segment:
         """The model segment that follows the prompt ([P] int32) and earlier `segments`. Raises
-        `EngineLost` if the engine is dead, `EngineUnreachable` if it may be alive.
+        `EngineLost` if the engine is dead, `ActorUnreachable` if it may be alive.
         """
         ...
 
@@ -141,7 +141,7 @@ class EnginePool:
                     answer = await before_deadline(generated, deadline, engine)
                 refuse_older(answer, required, number)
                 return answer
-            except EngineUnreachable:
+            except ActorUnreachable:
                 await asyncio.sleep(UNREACHABLE_S)
             except EngineLost as lost:
                 self._lose(number, engine)

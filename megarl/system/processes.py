@@ -14,9 +14,6 @@ import psutil
 Process = tuple[str, int, float]
 """(host name, process id, start in seconds since 1970)."""
 
-END_TIMEOUT_S = 10.0
-"""Until killed processes are gone: they hold memory."""
-
 
 def with_descendants(process: Process) -> list[Process]:
     """`process` and its descendants; empty if it has ended or is on another host."""
@@ -50,7 +47,7 @@ def end(processes: Sequence[Process], *, patience_s: float) -> None:
         for process in filter(is_alive, group):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process[1], signal.SIGKILL)
-    _wait(processes, END_TIMEOUT_S)
+    _wait(processes, 10.0)  # until they are gone, killed processes hold memory
 
 
 def _wait(processes: Sequence[Process], within_s: float) -> None:

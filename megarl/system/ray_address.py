@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import socket
 
-CONNECT_TIMEOUT_S = 5.0
-
 
 def ray_address() -> str:
     """ "host:port", "auto", or "" to start Ray here. Raises `ValueError` if nothing answers, or for
@@ -23,7 +21,7 @@ def ray_address() -> str:
             " to that (`ray start --head` prints it), or unset RAY_ADDRESS to start Ray here"
         )
     try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
+        socket.create_connection((host, int(port)), timeout=5.0).close()
     except OSError as error:
         raise ValueError(
             f"RAY_ADDRESS is {address}: nothing answers there ({error.strerror or error}); unset"

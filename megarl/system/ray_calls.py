@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayTaskError
 
-from megarl.errors import ProcessLost, UserError
+from megarl.errors import ActorDied, ActorUnreachable, ProcessLost, UserError
 from megarl.system.deaths import DEATHS, why_dead
 from megarl.system.files import in_thread
 
@@ -21,11 +21,6 @@ THE_SERVICE = "the rollout service"
 SERVICE_TIMEOUT_S = 120.0
 """For a call that does not wait for rollouts."""
 
-UNREACHABLE_S = 15.0
-"""For which a call is repeated while the service cannot be reached."""
-
-POLL_S = 0.5
-"""Between two such calls."""
 
 GOES_ON = "`--resume auto` goes on from the newest checkpoint"
 
@@ -38,14 +33,6 @@ def done_within(seconds: float, work: Callable[[], object]) -> bool:
     deadline. Result and errors are dropped.
     """
     return not wait([in_thread("call of Ray", work)], seconds).not_done
-
-
-class ActorDied(ProcessLost):
-    """The actor died before it answered."""
-
-
-class ActorUnreachable(ActorDied):
-    """The actor may be alive, and may have received the call."""
 
 
 def ask(which: str, reference: Any, timeout_s: float, doing: str, fix: str = "") -> Any:
@@ -89,14 +76,14 @@ def explained(
 
 
 def ask_service(call: Callable[[], Any], doing: str) -> Any:
-    """The service's answer to `call()`, which is made again while the service is out of reach, so
-    that a second call must do no harm. Raises as `ask`.
+    """The service's answer to `call()`, which is made again for 15 seconds while the service is out
+    of reach, so that a second call must do no harm. Raises as `ask`.
     """
-    deadline = time.monotonic() + UNREACHABLE_S
+    deadline = time.monotonic() + 15.0
     while True:
         try:
             return ask(THE_SERVICE, call(), SERVICE_TIMEOUT_S, doing)
         except ActorUnreachable:
             if time.monotonic() > deadline:
                 raise
-            time.sleep(POLL_S)
+            time.sleep(0.5)

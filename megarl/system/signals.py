@@ -42,9 +42,6 @@ SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 SHUTDOWN_S = 30
 """Its default."""
 
-SECOND_WITHIN_S = 1.5
-"""After a second signal until the process ends by force."""
-
 
 _save_within_s = SAVE_WITHIN_S
 
@@ -249,7 +246,7 @@ def guard(within_s: float) -> None:
                 patience_s = within_s + max(0.0, _save_within_s - SAVE_WITHIN_S)
                 first, number, deadline = now, received, now + patience_s
             elif received in SIGNALS and now - first > SAME_WITHIN_S:
-                deadline = min(deadline, now + SECOND_WITHIN_S)
+                deadline = min(deadline, now + 1.5)
         end_now(number, time.monotonic() - first)
 
     signal.set_wakeup_fd(theirs.detach(), warn_on_full_buffer=False)

@@ -26,8 +26,6 @@ from megarl.weights.transports.base import GIVEN_UP, Aborted, Watch
 from megarl.weights.transports.transport_table import TRANSPORTS
 from megarl.weights.weight_receipts import receipt_of_weights
 
-POLL_S = 0.05
-
 SETTLE_S = 8.0
 """Seconds that engines get to abandon a version after an abort."""
 
@@ -198,7 +196,7 @@ class Publisher(Publication[SendsWeights]):
                 )
             if now >= next_poll:
                 update.poll()
-                next_poll = time.monotonic() + POLL_S
+                next_poll = time.monotonic() + 0.05
 
         return watch
 

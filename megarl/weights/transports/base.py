@@ -95,19 +95,17 @@ class Aborted(RuntimeError):
     """Another process gave this version up, and reports the reason."""
 
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 2e-5, 2e-4
-"""Between two polls: the first pause, which grows by half, and the longest."""
-
-
 def wait_until(
     ready: Callable[[], bool],
     aborted: Callable[[], bool],
     watch: Watch,
     *,
-    longest_pause_s: float = LONGEST_PAUSE_S,
+    longest_pause_s: float = 2e-4,
 ) -> None:
-    """Poll until `ready()`. Raises `Aborted` once `aborted()` is true, or what `watch` raises."""
-    pause = FIRST_PAUSE_S
+    """Poll until `ready()`, with pauses that grow by half. Raises `Aborted` once `aborted()` is
+    true, or what `watch` raises.
+    """
+    pause = 2e-5
     while not ready():
         if aborted():
             raise Aborted(GIVEN_UP)

@@ -33,10 +33,8 @@ from megarl.weights.transports.base import GIVEN_UP, Aborted, Watch, wait_until
 CONNECT_TIMEOUT_S = 20.0
 """To connect to the store or to a group's ranks, and for the store's answers."""
 
-ABORT_POLL_S, FEW = 0.05, 64
-"""Seconds between two checks for an abort while at most `FEW` processes ask; more ask less
-often.
-"""
+FEW = 64
+"""Of more processes each asks the store less often whether the version was given up."""
 
 
 def short(error: BaseException) -> str:
@@ -74,7 +72,7 @@ class Rendezvous:
                 " port"
             ) from error
         self.host, self.port = host, port
-        self.poll_s = ABORT_POLL_S * max(1.0, members / FEW)
+        self.poll_s = 0.05 * max(1.0, members / FEW)
         self.report_s = self.poll_s if members > FEW else 0.0
         """Seconds between two reports of progress."""
         self.attempt, self.group = 0, 0
@@ -145,10 +143,8 @@ def _nccl_group(store: Store, rank: int, size: int, device: torch.device) -> Any
     return group
 
 
-NO_TIMEOUT_S, CANCEL_TIMEOUT_S, ABORT_TIMEOUT_S = 86400.0, 0.2, 10.0
-"""Of a message, which `watch` limits instead; of a cancelled thread; of NCCL's end of a
-communicator.
-"""
+NO_TIMEOUT_S, ABORT_TIMEOUT_S = 86400.0, 10.0
+"""Of a message, which `watch` limits instead; of NCCL's end of a communicator."""
 
 
 class PeerGone(RuntimeError):
@@ -204,7 +200,7 @@ class InFlight:
             with contextlib.suppress(RuntimeError):  # the time-out, which is intended
                 if not self._on_gpu and not self.ended.done():
                     work.wait(timedelta(milliseconds=1))
-        wait([self.ended], CANCEL_TIMEOUT_S)
+        wait([self.ended], timeout=0.2)
 
 
 class P2PGroup:
