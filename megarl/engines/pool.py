@@ -41,6 +41,8 @@ BEAT_S, MOST_BEATS = 1.0, 32
 """Least seconds between two signs of life of an engine, and most signs of all in that time."""
 FIRST_PULSE = Pulse(-1, 0, 0, 0, requests=0, is_paused=False, is_dead=False)
 """In the place of that before an engine's first one."""
+LOOK_S = 0.05
+"""Between two looks at engines that a call waits for."""
 
 
 @dataclass(frozen=True)
@@ -407,7 +409,7 @@ class EngineManager:
                 raise ProcessLost(
                     f"after {timeout_s:g} s {states}; raise rollout.engine.start_timeout_s"
                 )
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(LOOK_S)
 
     async def close(self) -> None:
         """Stop the engines that do not stay after the run."""

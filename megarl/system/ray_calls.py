@@ -22,6 +22,9 @@ SERVICE_TIMEOUT_S = 120.0
 """For a call that does not wait for rollouts."""
 
 
+UNREACHABLE_S, POLL_S = 15.0, 0.5
+"""A call is repeated for so long, and so often, while the service cannot be reached."""
+
 GOES_ON = "`--resume auto` goes on from the newest checkpoint"
 
 KILL_S = 5.0
@@ -79,11 +82,11 @@ def ask_service(call: Callable[[], Any], doing: str) -> Any:
     """The service's answer to `call()`, which is made again for 15 seconds while the service is out
     of reach, so that a second call must do no harm. Raises as `ask`.
     """
-    deadline = time.monotonic() + 15.0
+    deadline = time.monotonic() + UNREACHABLE_S
     while True:
         try:
             return ask(THE_SERVICE, call(), SERVICE_TIMEOUT_S, doing)
         except ActorUnreachable:
             if time.monotonic() > deadline:
                 raise
-            time.sleep(0.5)
+            time.sleep(POLL_S)
