@@ -3,9 +3,8 @@
     Trainer(recipe, reward=function, data=rows) --steps--> metrics of each step, as a run makes them
     load_recipe(RunConfig, recipe) --train--> Result
 
-A run is a process of its own (under torchrun for several ranks), because it starts engines and
-ranks, and ends by ending them. What is given as a Python object is written to files in the run
-folder, which the run reads. Nothing here imports torch until checkpoints are looked for.
+A run is a process of its own, since it starts engines and ranks, and ends by ending them. Python
+objects go to files in the run folder. Nothing here imports torch until checkpoints are looked for.
 """
 
 from __future__ import annotations
@@ -37,55 +36,44 @@ from megarl.settings.schema import Config, leaves, require, shortened
 
 C = TypeVar("C", RunConfig, DistillConfig, SftConfig, PreferenceConfig, RewardModelConfig)
 Recipe = str | Path | dict[str, Any]
-"""A recipe: the path of a YAML file, or nested dicts as YAML has them."""
+"""The path of a YAML file, or nested dicts."""
 EVENTS = ("on_start", "on_rollouts", "on_step", "on_evaluation", "on_end")
-"""Names of the methods that a callback of `Trainer` may have."""
+"""Methods that a callback of `Trainer` may have."""
 LOOK_S = 0.1
-"""Seconds between two looks at the files of a run."""
+"""Between two looks at the files of a run."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run has produced: `folder` (its run folder), `summary` (a dict of main numbers), and,
-    read from the folder when asked for, `metrics` (a dict for each training step), `evaluations` (a
-    dict for each evaluation) and `model` (path of the newest model). Returned by `train` and the
-    other functions for commands, and by `open_run`.
-    """
+    """What a run has produced; returned by `train` and the other commands, and by `open_run`."""
 
     folder: Path
-    """Path of the run folder, as the recipe has it."""
+    """The run folder, as the recipe has it."""
     summary: dict[str, Any]
-    """What the command printed as JSON: the main numbers of the run, or the results of an
-    evaluation. Of `open_run` the main numbers of the run, computed from its files."""
+    """Main numbers of the run, or results of an evaluation."""
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The metrics of each training step, in order, each a dict {name: number or None} with
-        `step`, which counts from 1. Raises `ValueError` if the folder has no metrics.
-        """
+        """For each step a dict with `step`, from 1. Raises `ValueError` if the folder has none."""
         return self._read().metrics
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """The metrics of each evaluation that `train` made, in order, each a dict {name: number or
-        None} with `step`, the number of steps done; 0 is before training.
-        """
-        return [{"step": one.step, **one.metrics} for one in self._read().evaluations]
+        """For each evaluation of `train` a dict with `step`, the steps done."""
+        return [{"step": row.step, **row.metrics} for row in self._read().evaluations]
 
     @property
     def transcripts(self) -> list[dict[str, Any]]:
-        """What the model has answered in the last evaluation that `train` made: a dict for each
-        problem with `prompt`, `answer`, `response`, `correct`, `reward` and more; empty without
-        evaluation. `evaluate` writes its own to a file, whose path is in `summary`.
+        """Of the last evaluation of `train`: a dict for each problem with `prompt`, `answer`,
+        `response`, `correct`, `reward` and more. `evaluate` writes its own to a file named in
+        `summary`.
         """
-        kept = [one.transcripts for one in self._read().evaluations if one.transcripts]
+        kept = [row.transcripts for row in self._read().evaluations if row.transcripts]
         return kept[-1] if kept else []
 
     @property
     def model(self) -> Path | None:
-        """Path of the model in the newest checkpoint, a folder in Hugging Face's format; None
-        without a checkpoint.
-        """
+        """The model of the newest checkpoint, a folder in Hugging Face's format."""
         from megarl.checkpoints.listing import newest_first
 
         saved = newest_first(self.folder / "checkpoints")
@@ -93,9 +81,7 @@ class Result:
 
     @property
     def best_model(self) -> Path:
-        """Path of the model in the checkpoint that is best by `training.checkpoint.best`. Raises
-        `UserError` without one.
-        """
+        """The model that is best by `training.checkpoint.best`. Raises `UserError` without one."""
         from megarl.checkpoints.listing import checkpoint_of
 
         return checkpoint_of(self.folder, best=True) / "model"
@@ -107,15 +93,12 @@ class Result:
 
 
 def load_recipe(kind: type[C], recipe: Recipe | C, **changes: Any) -> C:
-    """Read a recipe, the path of a YAML file, the name of a recipe that comes with megarl, such as
-    "quickstart", nested dicts or another configuration. Returns it as configuration class `kind`, a
-    frozen pydantic model of all settings of a command: `RunConfig` (for train, evaluate, sample),
-    `DistillConfig`, `SftConfig`, `PreferenceConfig` or `RewardModelConfig`.
+    """Read a recipe (path, name such as "quickstart", nested dicts or configuration) as
+    configuration class `kind`: `RunConfig`, `DistillConfig`, `SftConfig`, `PreferenceConfig` or
+    `RewardModelConfig`.
 
-    `changes`: values that replace those of the recipe, by key; the parts of a dotted key are joined
-    by two underscores, as in `training__optimizer__learning_rate=1e-5`. Raises `ValueError`, which
-    names all mistakes, for a file that is no recipe, an unknown setting or a value that is not
-    allowed.
+    `changes`: values of settings, such as `training__optimizer__learning_rate=1e-5`. Raises
+    `ValueError`, which names all mistakes.
     """
     tree, where, beside = _tree_of(recipe, changes)
     return configs.from_tree(kind, tree, where=where, beside=beside)
@@ -124,132 +107,89 @@ def load_recipe(kind: type[C], recipe: Recipe | C, **changes: Any) -> C:
 def _tree_of(
     recipe: Recipe | AnyConfig, changes: dict[str, Any]
 ) -> tuple[dict[str, Any], str, Path | None]:
-    """The settings of a recipe with `changes`, {key: value}, as nested dicts of its own; what the
-    recipe is called in messages; and the folder beside which its paths are looked for.
+    """(settings with `changes`, the recipe's name in messages, the folder beside which its paths
+    are looked for).
     """
     if isinstance(recipe, str | Path):
-        found = configs.written_tree(recipe), str(recipe), recipe_paths.recipe_path(recipe).parent
+        written = configs.written_tree(recipe), str(recipe), recipe_paths.recipe_path(recipe).parent
     else:
-        found = presets.spelled_out(_plain(recipe)), "the recipe", None
+        written = presets.spelled_out(_plain(recipe)), "the recipe", None
     for key, value in changes.items():
-        put(found[0], key.split("__"), _plain(value))
-    return found
+        put(written[0], key.split("__"), _plain(value))
+    return written
 
 
 def _plain(value: Any) -> Any:
-    """A copy of a setting's value as YAML has it: configurations as dicts, paths as texts."""
+    """A copy as YAML has it: configurations as dicts, paths as texts."""
     if isinstance(value, Config):
         return value.model_dump()
     if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value
 
 
 def train(config: RunConfig, *, ranks: int = 1) -> Result:
-    """Run reinforcement learning with the recipe `config`, as `task: rl` does, in new
-    processes, and block until it ends. What the run prints on standard error is passed on.
+    """Run reinforcement learning in new processes, and block until it ends.
 
-    Returns a `Result`: the run folder, `summary` (dict of main numbers), `metrics` of each step and
-    `model`, the path of the trained model. `ranks`: number of training processes (torchrun's ranks)
-    that are started on this machine. Raises `ValueError` with the command's message for a mistake
-    in the recipe or the data, `RuntimeError` for any other failure.
+    `ranks`: training processes on this machine. Raises `ValueError` for a mistake in recipe or
+    data, `RuntimeError` for any other failure.
     """
     return _run("run", RunConfig, config, ranks)
 
 
 def distill(config: DistillConfig, *, ranks: int = 1) -> Result:
-    """Run on-policy distillation with the recipe `config`, as `task: distill` does: the policy
-    samples responses and learns from the teacher's distributions at their tokens. Runs in new
-    processes, and blocks until it ends.
-
-    Returns a `Result`: the run folder, `summary` (dict of main numbers), `metrics` of each step and
-    `model`, the path of the trained model. `ranks`: number of training processes (torchrun's ranks)
-    that are started on this machine. Raises `ValueError` with the command's message for a mistake
-    in the recipe or the data, `RuntimeError` for any other failure.
-    """
+    """Run on-policy distillation; as `train`."""
     return _run("run", DistillConfig, config, ranks)
 
 
 def sft(config: SftConfig, *, ranks: int = 1) -> Result:
-    """Run supervised fine-tuning on demonstrations with the recipe `config`, as `task: sft` does,
-    in new processes, and block until it ends.
-
-    Returns a `Result`: the run folder, `summary` (dict of main numbers), `metrics` of each step and
-    `model`, the path of the trained model. `ranks`: number of training processes (torchrun's ranks)
-    that are started on this machine. Raises `ValueError` with the command's message for a mistake
-    in the recipe or the data, `RuntimeError` for any other failure.
-    """
+    """Run supervised fine-tuning on demonstrations; as `train`."""
     return _run("run", SftConfig, config, ranks)
 
 
 def preference(config: PreferenceConfig, *, ranks: int = 1) -> Result:
-    """Train on preferences without a reward model (DPO, KTO and others) with the recipe `config`,
-    as `task: preference` does, in new processes, and block until it ends.
-
-    Returns a `Result`: the run folder, `summary` (dict of main numbers), `metrics` of each step and
-    `model`, the path of the trained model. `ranks`: number of training processes (torchrun's ranks)
-    that are started on this machine. Raises `ValueError` with the command's message for a mistake
-    in the recipe or the data, `RuntimeError` for any other failure.
-    """
+    """Train on preferences without a reward model (DPO, KTO and others); as `train`."""
     return _run("run", PreferenceConfig, config, ranks)
 
 
 def reward_model(config: RewardModelConfig, *, ranks: int = 1) -> Result:
-    """Train a reward model on preference pairs with the recipe `config`, as `task: reward_model`
-    does, in new processes, and block until it ends.
-
-    Returns a `Result`: the run folder, `summary` (dict of main numbers), `metrics` of each step and
-    `model`, the path of the trained model. `ranks`: number of training processes (torchrun's ranks)
-    that are started on this machine. Raises `ValueError` with the command's message for a mistake
-    in the recipe or the data, `RuntimeError` for any other failure.
-    """
+    """Train a reward model on preference pairs; as `train`."""
     return _run("run", RewardModelConfig, config, ranks)
 
 
 def sample(config: RunConfig) -> Result:
-    """Generate responses to the recipe's prompts and write the best ones, all, or pairs of best and
-    worst, to a data file for fine-tuning, as `megarl sample` does, in a new process; blocks until
-    it ends. Returns a `Result` with the dict `summary`, whose "data" is the path of that file.
-    Raises `ValueError` for a mistake in the recipe or the data, `RuntimeError` for any other
-    failure.
+    """Generate responses and write the best ones, all, or pairs to a data file, as `megarl sample`;
+    `summary["data"]` is its path. Raises as `train`.
     """
     return _run("sample", RunConfig, config, 1)
 
 
 def evaluate(config: RunConfig) -> Result:
-    """Score models on the recipe's held-out problems, as `megarl eval` does, in a new process;
-    blocks until it ends. Returns a `Result` whose `summary["results"]` is a list with a dict for
-    each model and data set: `model`, `data`, metrics such as `accuracy` and, for several samples a
-    problem, `sampled` (a dict with `pass@k` and so on). Raises `ValueError` for a mistake in the
-    recipe or the data, `RuntimeError` for any other failure.
+    """Score models on held-out problems, as `megarl eval`. `summary["results"]` has a dict for each
+    model and data set: `model`, `data`, metrics and, for several samples a problem, `sampled`.
+    Raises as `train`.
     """
     return _run("eval", RunConfig, config, 1)
 
 
 def open_run(folder: str | Path) -> Result:
-    """Read a run folder that exists, of a training run that has ended or goes on. Returns a
-    `Result` with `summary` (dict of main numbers, computed from the files), `metrics` of each step,
-    `evaluations` and `model`, the path of the newest model. Raises `ValueError` if the folder has
-    no metrics of a run.
-    """
+    """Read a run folder, also of a run that goes on. Raises `ValueError` if it has no metrics."""
     from megarl.observe.summary import summary
 
     return Result(Path(folder), summary(Path(folder)))
 
 
 class KeptEngines:
-    """Ray and inference engines that stay from one run to the next: give one object to several
-    trainers, or call a trainer's `train` again. They start with the first run, also where that is
-    left early, and end with the `with` block, with `close`, or with this process.
+    """Ray and engines that stay from one run to the next: give one object to several trainers. They
+    end with the `with` block, with `close`, or with this process.
 
         with KeptEngines() as engines:
             first = Trainer(recipe, engines=engines).train()
             second = Trainer(recipe, engines=engines, folder="runs/second", reward=other).train()
 
-    One run at a time uses them. All runs must have the same settings of model and engines
-    (`ENGINE_SETTINGS`, and the most tokens of a sequence).
+    One run at a time uses them, and all have the same settings of model and engines.
     """
 
     def __init__(self) -> None:
@@ -258,7 +198,7 @@ class KeptEngines:
         self._used_by = ""
 
     def refuse(self, config: AnyConfig) -> None:
-        """Raise `ValueError` if a run of the recipe `config` cannot use these engines."""
+        """Raise `ValueError` if a run of `config` cannot use these engines."""
         require(
             isinstance(config, RunConfig),
             f"engines is given, but a run of task: {config.task} has no engines; leave it out",
@@ -285,9 +225,8 @@ class KeptEngines:
 
     @contextmanager
     def lent(self, config: AnyConfig) -> Iterator[Mapping[str, str]]:
-        """A context manager for one run of the recipe `config`: yields the environment variables
-        {name: value} with which the run's process finds Ray and the engines. Starts Ray if it does
-        not run. Raises `ValueError` if another run uses the engines, or has started others.
+        """For one run: yields the variables by which its process finds Ray and the engines. Raises
+        `ValueError` if another run uses them.
         """
         require(
             not self._used_by,
@@ -318,7 +257,7 @@ class KeptEngines:
         return keeper
 
     def close(self) -> None:
-        """End Ray and the engines; a second call does nothing. The next run starts others."""
+        """End Ray and the engines; the next run starts others."""
         if self._keeper is not None:
             self._keeper.close()
             self._keeper = None
@@ -334,56 +273,48 @@ ENGINE_SETTINGS = (
     *("model", "rollout.engine", "rollout.num_engines", "rollout.placement", "rollout.sampling"),
     *("rollout.stop", "training.lora"),
 )
-"""Sections and keys of a recipe that say which engines its run has."""
+"""What says which engines a run has."""
 
 
 def _engine_settings(config: RunConfig) -> dict[str, object]:
-    """{dotted key: value} of the settings that say which engines a run of `config` has, with a
-    name in place of a key for what several keys decide.
-    """
-    found = {
+    """Also "prompts.template" and "the most tokens of a sequence", which several keys decide."""
+    values = {
         name: value
         for name, value in leaves(config.model_dump(mode="json"))
-        if any(f"{name}.".startswith(f"{one}.") for one in ENGINE_SETTINGS)
+        if any(f"{name}.".startswith(f"{section}.") for section in ENGINE_SETTINGS)
     }
     # These say what ends a response.
-    templates = {f"{part.template} {part.template_variables or ''}" for _, part in sources(config)}
+    templates = {f"{row.template} {row.template_variables or ''}" for _, row in sources(config)}
     tokens = configs.longest_request(config)
-    return found | {
+    return values | {
         "prompts.template": ", ".join(sorted(map(str.strip, templates))),
         "the most tokens of a sequence": tokens,
     }
 
 
 class Trainer:
-    """A training run from Python: any recipe, with reward, data, advantage and loss as Python
-    objects, metrics while it goes on, and callbacks. `train` runs it to its end; `steps` yields the
-    metrics of each step. Each call is a new run in processes of its own, or with `resume: auto` the
-    continuation of the one in the run folder. `config` is the run's configuration, for `evaluate`
-    too.
+    """A training run from Python: any recipe, with Python objects, callbacks, and metrics while it
+    goes on.
+
+    `train` runs it to its end; `steps` yields metrics. Each call is a new run in processes of its
+    own, or with `resume: auto` continues the one in the folder. `config` is the configuration.
 
     Args:
-        recipe: path of a YAML file, nested dicts as YAML has them, or a configuration object. Of a
-            file or dicts the command is found by the keys: `teacher` is for distillation,
-            `demonstrations` for fine-tuning, and so on.
-        reward: instead of `environment.verifier`, a function of one of the forms in
-            docs/rewards.md. One at the top of an imported file is named by its path; anything else,
-            such as one that is defined in a notebook, is pickled by value into the run folder.
-        data, evaluation_data: rows to train on and held-out rows, as a list of dicts or a
-            `datasets.Dataset`, instead of the `source` of `prompts` (`demonstrations`,
-            `preferences`); they are written to the run folder as JSON lines.
+        recipe: path of a YAML file, nested dicts, or a configuration object.
+        reward: instead of `environment.verifier`, a function of a form in docs/rewards.md. One at
+            the top of an imported file is named by its path, another one pickled by value.
+        data, evaluation_data: rows, as a list of dicts or a `datasets.Dataset`, instead of the
+            `source` of `prompts` (`demonstrations`, `preferences`).
         advantage, loss: as `reward`, instead of `algorithm.advantage` and `algorithm.loss`.
         callbacks: objects with any of the methods on_start(config), on_rollouts(step, groups),
-            on_step(row), on_evaluation(row) and on_end(result), called in this process by `steps`
-            and `train`. An exception in one ends the run, with a checkpoint.
-        ranks: number of training processes on this machine.
-        engines: a `KeptEngines`, whose Ray and inference engines are used and stay after the run;
-            without it a run starts its own.
-        changes: values of single settings, by key: `training__optimizer__learning_rate=1e-5`.
+            on_step(row), on_evaluation(row) and on_end(result), called in this process. An
+            exception in one ends the run, with a checkpoint.
+        ranks: training processes on this machine.
+        engines: whose Ray and engines are used; without it a run starts its own.
+        changes: settings, by key: `training__optimizer__learning_rate=1e-5`.
 
     Raises:
-        ValueError: a mistake in the recipe, or an object that cannot be written to a file. Nothing
-            is written then.
+        ValueError: a mistake in the recipe, or an object that cannot be written.
     """
 
     def __init__(
@@ -400,9 +331,11 @@ class Trainer:
         engines: KeptEngines | None = None,
         **changes: Any,
     ) -> None:
-        for one in callbacks:
-            known = any(hasattr(one, event) for event in EVENTS)
-            require(known, f"the callback {one!r:.80} has no method {', '.join(EVENTS)}; give one")
+        for callback in callbacks:
+            known = any(hasattr(callback, event) for event in EVENTS)
+            require(
+                known, f"the callback {callback!r:.80} has no method {', '.join(EVENTS)}; give one"
+            )
         self.callbacks, self.ranks, self.engines = callbacks, ranks, engines
         self._told: dict[str, int] = {}
         tree, where, beside = _tree_of(recipe, changes)
@@ -412,34 +345,33 @@ class Trainer:
             for name in ("demonstrations", "preferences", "prompts")
             if name in config_class.model_fields
         )
-        given = GivenObjects(tree)
+        objects = GivenObjects(tree)
         algorithm = {"advantage": advantage, "loss": loss}
-        given.functions({"reward": reward}, {"reward": "environment.verifier"})
-        given.functions(algorithm, {name: f"algorithm.{name}" for name in algorithm})
-        given.rows("data", data, f"{of_data}.source")
-        given.rows("evaluation_data", evaluation_data, f"evaluation.{of_data}.source")
+        objects.functions({"reward": reward}, {"reward": "environment.verifier"})
+        objects.functions(algorithm, {name: f"algorithm.{name}" for name in algorithm})
+        objects.rows("data", data, f"{of_data}.source")
+        objects.rows("evaluation_data", evaluation_data, f"evaluation.{of_data}.source")
         self.config = configs.from_tree(config_class, tree, where=where, beside=beside)
         if engines is not None:
             engines.refuse(self.config)
-        check_named_files(self.config, skip=given.keys)
-        given.write()
+        check_named_files(self.config, skip=objects.keys)
+        objects.write()
 
     def train(self) -> Result:
-        """Run to the end, and block until then. Returns the `Result`. Raises `ValueError` with the
-        command's message for a mistake in the recipe or the data, `RuntimeError` for any other
-        failure. An interrupt ends the run with a checkpoint.
+        """Run to the end. Raises `ValueError` for a mistake in recipe or data, `RuntimeError` for
+        any other failure. An interrupt ends the run with a checkpoint.
         """
         for _ in self.steps():
             pass
         return self._result
 
     def steps(self) -> Generator[dict[str, Any], None, None]:
-        """Start the run, and yield the metrics of each step as soon as the run has written them: a
-        dict {name: number or None} with `step`, which counts from 1. Of a resumed run these are the
-        steps after its checkpoint; before them come rows that an earlier loop of this trainer was
-        left without. The run does not wait for the caller between two steps. Leaving the loop
-        early, by `break`, an exception or an interrupt, ends the run once the step under way is
-        done and its checkpoint saved; no process is left. Raises as `train` does.
+        """Start the run, and yield the metrics of each step, a dict with `step` from 1, as the run
+        writes them; it does not wait for the caller.
+
+        A resumed run begins after its checkpoint, and with rows that an earlier loop has not
+        yielded. Leaving the loop ends the run with a checkpoint of the step under way. Raises as
+        `train`.
         """
         from megarl.observe.observer import EVALUATIONS, METRICS
 
@@ -459,8 +391,8 @@ class Trainer:
                 if (start := last_start(folder)) == before and not is_over:
                     continue
                 done = json.loads(start)["step"] if start != before else math.inf
-                found = [row for file in files for row in file.read(done)]
-                for row in sorted(found, key=lambda row: (row["step"], "transcripts" in row)):
+                rows = [row for file in files for row in file.read(done)]
+                for row in sorted(rows, key=lambda row: (row["step"], "transcripts" in row)):
                     name = EVALUATIONS if "transcripts" in row else METRICS
                     self._told[name] += 1
                     if name == EVALUATIONS:
@@ -473,22 +405,21 @@ class Trainer:
         self._tell("on_end", self._result)
 
     def _tell(self, event: str, *values: Any) -> None:
-        for one in self.callbacks:
-            if method := getattr(one, event, None):
+        for callback in self.callbacks:
+            if method := getattr(callback, event, None):
                 method(*values)
 
     def _tell_rollouts(self, folder: Path, step: int) -> None:
-        """Call `on_rollouts` with what the run has written of the rollouts of a step."""
         from megarl.observe.observer import TRANSCRIPTS
         from megarl.observe.rotated import parts_of
         from megarl.observe.sinks import read_records
 
-        if not any(hasattr(one, "on_rollouts") for one in self.callbacks):
+        if not any(hasattr(callback, "on_rollouts") for callback in self.callbacks):
             return
         newest = folder / TRANSCRIPTS
-        full = [part.path for part in parts_of(newest) if part.first <= step <= part.last]
-        found = [one for path in [*full, newest] for one in read_records(path)]
-        self._tell("on_rollouts", step, [one for one in found if one["step"] == step])
+        full = [file.path for file in parts_of(newest) if file.first <= step <= file.last]
+        groups = [group for path in [*full, newest] for group in read_records(path)]
+        self._tell("on_rollouts", step, [group for group in groups if group["step"] == step])
 
 
 def _run(command: str, kind: type[AnyConfig], config: AnyConfig, ranks: int) -> Result:

@@ -1,9 +1,5 @@
 """The command line, also as `python -m megarl`; its commands are in `command_line/table.py`.
 
-    megarl run RECIPE.yaml [--ranks N] [--section.key value ...] [--print-config]
-    megarl run RECIPE.yaml --help rollout
-    torchrun --nproc-per-node 2 -m megarl run RECIPE.yaml
-
 Exit codes: 0 success, 2 a mistake in recipe or data (one error message on standard error), 129 /
 130 / 143 ended by a signal (SIGHUP, Ctrl-C, SIGTERM), 1 any other error.
 """
@@ -35,9 +31,7 @@ if TYPE_CHECKING:
     from megarl.system.console import Options
 
 LONGEST_MESSAGE = 2000
-"""Characters of an error message; a text of the user's that it repeats may be longer."""
-LAUNCH_END_WITHIN_S = 90.0
-"""Seconds after a signal until a launcher has ended: more than it gives the ranks, and then Ray."""
+"""Of an error, which may repeat a text of the user's."""
 REPLACED = {
     "watch": "megarl status RUN --watch",
     "timeline": "a line of shell: docs/activity.md",
@@ -55,9 +49,8 @@ REPLACED = {
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Run the command line `arguments`, the words after `megarl` (None: those of this process), and
-    end the process with an exit code: 0 for success, 2 for a mistake of the user, 128 + the
-    signal's number after a signal, 1 for any other error. Never returns.
+    """Run the words after `megarl` (None: this process's), and end the process with an exit
+    code.
     """
     if arguments is None:
         use_utf8()
@@ -96,9 +89,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 
 def use_utf8() -> None:
-    """If the locale is not UTF-8, replace this process by the same command in Python's UTF-8 mode
-    (exec). File names, and text files that libraries and verifiers open without naming an encoding,
-    are then UTF-8, in this process and, by the variable PYTHONUTF8, in all that it starts.
+    """If the locale is not UTF-8, start again in Python's UTF-8 mode: files are then UTF-8 here
+    and, by PYTHONUTF8, in all processes.
     """
     is_utf8 = sys.flags.utf8_mode or locale.getencoding().lower().replace("-", "") == "utf8"
     if not is_utf8 and os.environ.get("PYTHONUTF8") != "1":  # it is ignored under python -E
@@ -107,9 +99,8 @@ def use_utf8() -> None:
 
 
 def help_page(arguments: list[str]) -> str | None:
-    """The text to print for a command line that starts nothing: help, versions or shell completion.
-    None for a command line that runs a command. `arguments`: the words after `megarl`. Raises
-    `UserError`, the error shown to the user in one line, for an unknown command.
+    """The text for a command line that starts nothing (help, versions, completion), else None.
+    Raises `UserError` for an unknown command.
     """
     from megarl.command_line import pages  # here: signals are heard by now
     from megarl.command_line.words import asks, closest
@@ -134,18 +125,18 @@ def help_page(arguments: list[str]) -> str | None:
 
 @dataclass(frozen=True)
 class Start:
-    """What a command line starts: `run` does it and returns the exit code."""
+    """What a command line starts: `run` returns the exit code."""
 
     run: Callable[[], int]
     end_within_s: float
-    """Seconds after a signal until everything that `run` started has ended."""
+    """After a signal, until everything that `run` started has ended."""
     owns_folder: bool = False
     """Whether this process is to own the run folder."""
 
 
 def plan(arguments: list[str]) -> Start:
-    """What the command line `arguments`, the words after `megarl`, starts. Raises `UserError` for
-    what the user can correct in the words and in the recipe's task.
+    """What a command line starts. Raises `UserError` for mistakes in the words and in the recipe's
+    task.
     """
     from megarl.command_line.words import parse, refuse_unknown
     from megarl.settings.recipe_paths import typed
@@ -165,7 +156,7 @@ def plan(arguments: list[str]) -> Start:
         config_class = kinds.get("") or recipe_class(name, options.recipe)
         processes = load(command.starts)(name, options, config_class) if command.starts else None
         if processes is not None:
-            return Start(processes, LAUNCH_END_WITHIN_S)
+            return Start(processes, 90.0)  # more than it gives the ranks, and then Ray
     except (ValueError, PermissionError) as error:
         raise mistake(error) from error
     run = partial(run_recipe, command, config_class, options)
@@ -173,8 +164,8 @@ def plan(arguments: list[str]) -> Start:
 
 
 def recipe_class(name: str, recipe: str) -> type[AnyConfig]:
-    """The configuration class of a recipe for command `name`. Raises `ValueError` for a recipe
-    without a task, or with one that the command does not take.
+    """The configuration class of a recipe. Raises `ValueError` if the command does not take its
+    task.
     """
     from megarl.settings import config as configs
 
@@ -192,9 +183,8 @@ def recipe_class(name: str, recipe: str) -> type[AnyConfig]:
 def run_recipe(
     command: Command, config_class: type[AnyConfig | ServeRewardConfig], options: Options
 ) -> int:
-    """Run a command in this process: read the recipe as configuration class `config_class`, check
-    everything, and run until the end. Returns the exit code. Raises `UserError` for what the user
-    can correct in recipe, data or machine.
+    """Run a command in this process: read the recipe, check everything, run. Raises `UserError` for
+    mistakes in recipe, data or machine.
     """
     from megarl.settings import config as configs
 
@@ -246,10 +236,8 @@ def run_recipe(
 
 
 def refuse_no_run(words: list[str]) -> None:
-    """Raise `UserError` if the run folder that the command line names does not exist, is a file, or
-    has an entry of the wrong kind: a FIFO, say, or a file where a run keeps a folder. The run
-    folder is the first word that is neither an option nor the value of `--out`; without such a word
-    nothing is checked.
+    """Raise `UserError` if the named run folder (the first word, without options and the value of
+    `--out`) does not exist, or `refuse_unfit` refuses it.
     """
     for before, word in zip(["", *words], words, strict=False):
         if not word.startswith("-") and before != "--out":
@@ -266,24 +254,19 @@ def refuse_no_run(words: list[str]) -> None:
 
 
 def mistake(error: ValueError | PermissionError) -> UserError:
-    """A `UserError` with the message of `error`, on one line of at most 2000 characters. For a
-    `PermissionError` the message asks for the right to the file, or for another path in the recipe.
-    """
-    said = str(error)
+    """A `UserError` on one line; of a `PermissionError` with what to do."""
+    message = str(error)
     if isinstance(error, PermissionError) and error.filename is not None:
-        said = (
+        message = (
             f"{error.filename} cannot be opened: {error.strerror}; give this user the right to it"
             " and to the folders above, or set another path in the recipe"
         )
-    return UserError(shortened(said, LONGEST_MESSAGE))
+    return UserError(shortened(message, LONGEST_MESSAGE))
 
 
 def fail(message: str) -> NoReturn:
-    """Print the line "megarl: error: MESSAGE" on standard error and end the process with exit code
-    2.
-
-    Ranks other than 0 wait 3 seconds before they print: most mistakes concern every rank, and the
-    launcher ends the others once rank 0 has printed its line.
+    """Print an error and exit with 2. Ranks but 0 wait 3 seconds: most mistakes concern all, and
+    the launcher ends them.
     """
     rank = os.environ.get("RANK", "0")
     who = "" if rank == "0" else f" on rank {rank}"
@@ -298,9 +281,7 @@ def fail(message: str) -> NoReturn:
 
 
 def leave(code: int) -> NoReturn:
-    """Write out the standard streams and end the process at once with exit code `code`, without
-    exit handlers and destructors of libraries, which may hang after a signal.
-    """
+    """End the process at once: exit handlers of libraries may hang after a signal."""
     console.flush_streams()
     os._exit(code)
 

@@ -3,7 +3,7 @@
     Prompt -> Segment -> Rollout -> Group -> StepBatch of Samples -> MicroBatch -> StepReport
 
 Letters in shapes: T tokens of a sequence, P tokens of a prompt, N samples of a step, S samples of
-one `Samples` object, G samples of a group, the rollouts of one prompt.
+one `Samples` object, G samples of a group.
 """
 
 from __future__ import annotations
@@ -20,37 +20,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt for reinforcement learning with its reference answer, as text and as token ids. Made
-    by `megarl.data.source.load_prompts` of a row of the data set.
-    """
+    """A prompt for reinforcement learning, from `megarl.data.source.load_prompts`."""
 
     index: int
-    """Index of the row in the data set, from 0; in a mixture, counted over its sources in their
-    order."""
+    """Of the row in the data set, from 0; in a mixture over all its sources."""
     text: str
-    """Text that the model sees, with the chat template applied."""
+    """What the model sees, with the chat template applied."""
     token_ids: list[int]
-    """[P] token ids of `text`."""
+    """[P]."""
     answer: str
-    """Reference answer, with which the verifier compares; empty if the data have none."""
+    """The reference answer, for the verifier; empty if the data have none."""
     fields: dict[str, Any] = field(default_factory=dict)
-    """The whole row of the data set, for verifiers that need other columns."""
+    """The whole row, for verifiers that need other columns."""
     environment: str = ""
-    """Name in `environment.mixture` of the verifier for this prompt; empty without a mixture."""
+    """Verifier in `environment.mixture`; empty without a mixture."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """Position of a run in its data: which groups (prompts with their rollouts) its finished steps
-    have used, so that a resumed run does not generate them again. A group is named by the position
-    of its prompt in the training order, from 0: all below `first`, and those in `beyond`.
+    """Position of a run in its data: the groups that its finished steps have used, by position in
+    the training order: all below `first`, and those in `beyond`.
     """
 
     first: int = 0
-    """Position in the training order of the first group that is not used."""
+    """The first group that is not used."""
     beyond: tuple[int, ...] = ()
-    """Positions above `first` of groups that are used, ascending; empty where groups are used in
-    order."""
+    """Used groups above `first`, ascending."""
 
 
 START = Cursor()
@@ -59,186 +54,174 @@ START = Cursor()
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A prompt with a response to imitate, for supervised fine-tuning, as token ids. The response
-    of a whole conversation also contains the turns of the user and of tools. Made by
-    `megarl.data.demonstrations`.
+    """A prompt with a response to imitate, for supervised fine-tuning; in a conversation the
+    response also has turns of others. From `megarl.data.demonstrations`.
     """
 
     index: int
     prompt_ids: list[int]
-    """[P] token ids of the prompt."""
+    """[P]."""
     response_ids: list[int]
-    """[T] token ids of the response, the end-of-sequence token included."""
+    """[T], the end-of-sequence token included."""
     response_mask: list[int] | None = None
-    """[T] 1 for the response tokens that are trained on, 0 for turns of others; None: all are."""
+    """[T] 1 for tokens that are trained on, 0 for turns of others; None: all are."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """A prompt with two responses, as token ids. Usually the first response is better than the
-    second. With `is_single`, for KTO, the first response is labelled good or bad by itself
-    (`is_desirable`), and the second one belongs to another prompt: KTO estimates a KL divergence
-    with it. Made by `megarl.data.preferences`.
+    """A prompt with two responses, from `megarl.data.preferences`; usually the first is better.
+
+    With `is_single`, for KTO, the first is labelled by itself, and the second belongs to another
+    prompt: KTO estimates a KL divergence with it.
     """
 
     index: int
-    """Index in the data set, from 0."""
+    """In the data set, from 0."""
     prompt_ids: list[int]
-    """[P] token ids of the prompt."""
+    """[P]."""
     responses: tuple[list[int], list[int]]
-    """[T] token ids each: (chosen, rejected) or, with `is_single`, (response, one of another
-    prompt); the end-of-sequence token included."""
+    """[T] token ids each, with the end-of-sequence token: (chosen, rejected) or, with `is_single`,
+    (response, one of another prompt).
+    """
     margin: float = 0.0
     """By how much the chosen response is better, for reward models."""
     is_single: bool = False
     is_desirable: bool = True
     """With `is_single`: whether the response is good."""
     cut: int = 0
-    """With `is_single`: number of tokens at the beginning of the prompt that are left out before
-    the response of another prompt, so that both fit."""
+    """With `is_single`: tokens at the prompt's beginning that are left out before the other
+    prompt's response, so that both fit.
+    """
 
 
 class TokenArrays(NamedTuple):
-    """The tokens of a segment, a part of a rollout that the model or the environment wrote: two
-    arrays of equal length T, `token_ids` (int32) and `logprobs` (float32, by the engine; 0 for the
-    environment's tokens).
-    """
+    """The tokens of a segment."""
 
     token_ids: np.ndarray
-    """[T] int32 token ids. In model segments they are the sampled ones, the end-of-sequence token
-    included; text is never tokenised again."""
+    """[T] int32. In model segments the sampled ones, the end-of-sequence token included; text is
+    never tokenised again.
+    """
     logprobs: np.ndarray
-    """[T] float32 log-prob of each token under the engine's sampling distribution (temperature
-    applied); 0 in environment segments.
+    """[T] float32, under the engine's sampling distribution (temperature applied); 0 in environment
+    segments.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive tokens of a rollout, all generated by the model (`kind` "model") or all written
-    by the environment ("environment").
-
-    A single-turn rollout is one model segment. A rollout with tools alternates model and
-    environment segments. The model attends to all of them, but only model segments are trained on.
+    """Consecutive tokens of a rollout, all by the model or all by the environment. A single-turn
+    rollout is one model segment; with tools they alternate. The model attends to all, and is
+    trained on its own.
     """
 
     kind: Literal["model", "environment"]
     num_tokens: int
-    """Number of tokens, T; 0 is possible only for environment segments."""
+    """T; 0 is possible only for environment segments."""
     arrays: Any
-    """The `TokenArrays`, or a reference to them if they stay in another process or in Ray's object
-    store (`megarl.rollout.stored_arrays.StoredArrays`)."""
+    """`TokenArrays`, or a reference to them (`megarl.rollout.stored_arrays.StoredArrays`)."""
     versions: list[tuple[int, int]] = field(default_factory=list)
-    """Weight versions that generated the tokens: (version, number of consecutive tokens), which sum
-    to T. Empty in environment segments."""
+    """Weight versions that generated the tokens: (version, number of consecutive tokens), summing
+    to T.
+    """
     finish: Literal["stop", "length", "tool_call", "turns", ""] = ""
-    """Why generation stopped: `length` at the token limit, `tool_call` there too, inside a call of
-    a tool, `turns` at the limit of turns. Empty in environment segments."""
+    """Why generation stopped: `length` at the token limit, `tool_call` there too, inside a tool
+    call, `turns` at the limit of turns. Empty in environment segments.
+    """
     reward: float = 0.0
-    """In an environment segment, the reward for the model segment made last before it, whichever it
-    continues; finite."""
+    """In an environment segment: for the model segment made last before it; finite."""
     max_next: int = 0
-    """In an environment segment, the most tokens of the model's segment that follows; 0: no limit
-    but the rollout's."""
+    """In an environment segment: most tokens of the model's next one; 0: no limit but the
+    rollout's.
+    """
     follows: int | None = None
-    """Number, in the rollout's list of segments, of the segment that this one continues; None: the
-    one before it. -1: none, a conversation of its own begins. A rollout whose segments are not one
-    chain is a tree: a token attends to its own segment and to those that it continues."""
+    """Number of the segment that this one continues; None: the one before; -1: none, a conversation
+    of its own begins. A rollout that is not one chain is a tree: a token attends to its own
+    segment and to those that it continues.
+    """
     stop_next: tuple[str, ...] = ()
-    """In an environment segment, texts at which the model's segment that follows ends, beside those
-    of the recipe."""
+    """In an environment segment: texts that end the model's next one, beside the recipe's."""
 
 
 Failure = Literal["", "error", "timeout", "nan", "response_limit"]
 """Why a verifier gave no score. The response is to blame for "response_limit": computing on it has
-used up the verifier's time or memory, as of an expression that does not end. The verifier is to
-blame for the others."""
+used up the verifier's time or memory. The verifier is to blame for the others.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of scoring a rollout: `reward`, which is trained on (higher is better), `correct`,
-    and `failure`, why the verifier gave no score ("" if it gave one). Made by
-    `megarl.environments.scoring.Environment`.
-    """
+    """The result of scoring a rollout, from `megarl.environments.scoring.Environment`."""
 
     reward: float
-    """Reward used for training: the length penalty is included, rewards of single turns are not;
-    finite."""
+    """Higher is better; with the length penalty, without rewards of single turns; finite."""
     correct: bool
     failure: Failure = ""
-    """Why the verifier gave no score, or empty; the reward is then that of a wrong answer."""
+    """With one, the reward is that of a wrong answer."""
     detail: str = ""
     """Message of the verifier's error."""
     penalty: float = 0.0
-    """Length penalty contained in `reward`, at most 0."""
+    """Length penalty in `reward`, at most 0."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """{name: value} of the metrics that the verifier returned beside its score."""
+    """What the verifier returned beside its score."""
     warning: str = ""
-    """What the user should know of the environment, on the first verdict after it was noticed."""
+    """About the environment, on the first verdict after it was noticed."""
     finish: Literal["", "tool_call"] = ""
-    """"tool_call" if the last response was cut off inside a call of a tool."""
+    """"tool_call" if the last response was cut off inside a tool call."""
     judged: bool = True
     """Whether the verifier was asked; False for a response that was cut off and counts as wrong."""
     untrained: Sequence[int] = ()
-    """Numbers of the model's segments that the environment says are not trained: answers that an
-    agent has not read, or thrown away."""
+    """Model segments that are not trained: an agent has not read them, or thrown them away."""
     lost: bool = False
-    """Whether the failure is the end of the process that ran the session, with all others in it."""
+    """Whether the process of the session has ended, with all others in it."""
     left_out: bool = False
-    """Whether the rollout is not trained on and counts in no mean, since nobody knows what it is
-    worth: the verifier failed, or abstained (there is then no `failure`)."""
+    """Not trained on and in no mean, since nobody knows its worth: the verifier failed, or
+    abstained (without `failure`).
+    """
 
     @property
     def missing(self) -> str:
-        """Why there is no score: the `failure`, "abstained", or "" if there is one."""
+        """Why there is no score: the `failure`, "abstained", or ""."""
         return self.failure or ("abstained" if self.left_out else "")
 
 
 def total_reward(segments: Sequence[Segment], verdict: Verdict) -> float:
-    """Reward of a whole rollout: that of `verdict`, the score of the whole, plus the rewards that
-    the environment gave for single turns, which `segments`, the rollout's parts, hold.
-    """
-    return verdict.reward + sum(part.reward for part in segments)
+    """The score of the whole rollout, plus rewards of single turns."""
+    return verdict.reward + sum(segment.reward for segment in segments)
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One scored rollout of a prompt: `segments`, the token ids that model and environment wrote in
-    turn, and `verdict`, with the reward.
-    """
+    """One scored rollout of a prompt."""
 
     sample: int
-    """Index of the rollout among those of its prompt, 0 .. G - 1."""
+    """Index among those of its prompt, 0 .. G - 1."""
     seed: int
     segments: list[Segment]
-    """Segments in order; the last one is a model segment. None if the environment failed before the
-    model's first turn; such a rollout is left out."""
+    """The last one is a model segment. None if the environment failed before the model's first
+    turn.
+    """
     verdict: Verdict
     dispatched_at: int
-    """Version of the trainer's weights when the rollout started."""
+    """Weight version when it started."""
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that the model generated, over all model segments."""
-        return sum(part.num_tokens for part in self.segments if part.kind == "model")
+        """Generated by the model."""
+        return sum(segment.num_tokens for segment in self.segments if segment.kind == "model")
 
     @property
     def reward(self) -> float:
-        """Reward of the whole rollout: that of the verdict, and the rewards of single turns."""
         return total_reward(self.segments, self.verdict)
 
     @property
     def truncated(self) -> bool:
-        """Whether the rollout was cut off, at the limit of tokens or turns."""
+        """Cut off, at the limit of tokens or turns."""
         return self.segments[-1].finish != "stop"
 
     @property
     def oldest_version(self) -> int:
-        """Oldest version of the weights that generated a token of the rollout; 0 is the model
-        before training.
-        """
-        return min(version for part in self.segments for version, _ in part.versions)
+        """Oldest weight version of a token; 0 is the model before training."""
+        return min(version for segment in self.segments for version, _ in segment.versions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,61 +229,58 @@ class Group:
     """A prompt with all its rollouts, which are sampled together and compared with each other."""
 
     ordinal: int
-    """Position of the prompt in the training order of the whole run, from 0."""
+    """Position of the prompt in the training order of the run, from 0."""
     prompt: Prompt
     rollouts: list[Rollout]
-    """The G rollouts that have a verdict, in the order of their `sample`."""
+    """The G rollouts that have a verdict, by `sample`."""
     greedy: Rollout | None = None
-    """A greedy response to the same prompt, with whose reward `remax` compares; it is not trained
-    on. None for other advantages."""
+    """A greedy response, with whose reward `remax` compares; not trained on."""
     left_out: list[Rollout] = field(default_factory=list)
-    """Further rollouts, of which there is no verdict: they are counted and shown, and not trained
-    on."""
+    """Rollouts without a verdict: counted and shown, not trained on."""
 
     @property
     def members(self) -> list[Rollout]:
-        """All rollouts: those with a verdict, the greedy one, and those that are left out."""
+        """All rollouts."""
         return [*self.rollouts, *([self.greedy] if self.greedy else []), *self.left_out]
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Token sequences (prompt and response) to train on, concatenated without padding: sequence i
-    is `[offsets[i]:offsets[i + 1]]` of each per-token array.
+    """Token sequences (prompt and response) without padding: sequence i is `[offsets[i]:offsets[i +
+    1]]` of each per-token array.
 
     Example: prompt tokens 5 6, response tokens 7 1, reward 0.5 for the whole response:
 
-        ids [0]   offsets [0 4]   token_ids [5 6 7 1]   mask [0 0 1 1]
-        engine_logprobs [0 0 -0.3 -0.1]   rewards [0 0 0 0.5]
+            ids [0]   offsets [0 4]   token_ids [5 6 7 1]   mask [0 0 1 1]
+            engine_logprobs [0 0 -0.3 -0.1]   rewards [0 0 0 0.5]
     """
 
     ids: np.ndarray
-    """[S] int64 index of each sample in the step, 0 .. N - 1; the same on every rank."""
+    """[S] int64 index of each sample in the step, 0 .. N - 1, on every rank."""
     offsets: np.ndarray
     """[S + 1] int64 index of the first token of each sample, then T."""
     prompts: np.ndarray
-    """[S] int64 number of tokens of each sample's prompt; -1 where only `mask` tells it."""
+    """[S] int64 tokens of each prompt; -1 where only `mask` tells it."""
     token_ids: np.ndarray
-    """[T] int32 token ids of prompts and responses."""
+    """[T] int32."""
     mask: np.ndarray
     """[T] bool, True for tokens that the policy generated."""
     engine_logprobs: np.ndarray
-    """[T] float32 log-prob under the engine's sampling distribution; 0 where `mask` is False."""
+    """[T] float32 under the engine's sampling distribution; 0 where `mask` is False."""
     rewards: np.ndarray
-    """[T] float32 reward for each token. A reward for the whole response is on the last token that
-    the policy generated."""
+    """[T] float32. That of the whole response is on the policy's last token."""
     branches: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), np.int64))
-    """[B, 2] int64, for samples that are trees: each place where a token does not continue the one
-    before it in the arrays, as (index of that token, index of the earlier token of the same sample
-    that it continues, or -1 where a conversation of its own begins), ascending. The tokens of a
-    sample are in the order in which they were made."""
+    """[B, 2] int64, of trees: where a token does not continue the one before it in the arrays, (its
+    index, index of the token of the same sample that it continues, or -1), ascending. Tokens are
+    in the order in which they were made.
+    """
 
     def __len__(self) -> int:
         return len(self.ids)
 
     @property
     def lengths(self) -> np.ndarray:
-        """[S] int64 number of tokens of each sample, prompt and response together."""
+        """[S] int64 tokens of prompt and response."""
         return np.diff(self.offsets)
 
     @classmethod
@@ -315,12 +295,8 @@ class Samples:
         prompt: int = -1,
         branches: Sequence[tuple[int, int]] | np.ndarray = (),
     ) -> Samples:
-        """Make `Samples` with a single sample. `sample_id`: its index in the step. `token_ids`:
-        [T]. `mask`, [T]: which tokens the policy generated; None for all but the first. `reward`:
-        of the whole response, put on the last token that the policy generated. `engine_logprobs`,
-        [T]: log-probs by the engine; None for zeros. `prompt`: number of tokens of the prompt; -1
-        if unknown. `branches`: where the sample branches, as the field of this name; empty for a
-        sequence.
+        """A single sample. `reward`: on the policy's last token. `mask` None: all but the first
+        token; `engine_logprobs` None: zeros; `prompt` -1: unknown length.
         """
         length = len(token_ids)
         chosen = np.arange(length) > 0 if mask is None else np.asarray(mask, dtype=bool)
@@ -341,12 +317,12 @@ class Samples:
 
     @classmethod
     def concatenate(cls, parts: Sequence[Samples]) -> Samples:
-        """New `Samples` with the samples of all `parts`, in order; the arrays are copied."""
-        lengths = [np.zeros(1, dtype=np.int64), *(part.lengths for part in parts)]
-        begins = np.cumsum([0, *(len(part.token_ids) for part in parts)]).tolist()
-        branches = [_moved(part.branches, by) for part, by in zip(parts, begins, strict=False)]
+        """The samples of all `parts`, in order, copied."""
+        lengths = [np.zeros(1, dtype=np.int64), *(chunk.lengths for chunk in parts)]
+        begins = np.cumsum([0, *(len(chunk.token_ids) for chunk in parts)]).tolist()
+        branches = [_moved(chunk.branches, by) for chunk, by in zip(parts, begins, strict=False)]
         columns = {
-            name: np.concatenate([np.zeros(0, dtype), *(getattr(part, name) for part in parts)])
+            name: np.concatenate([np.zeros(0, dtype), *(getattr(chunk, name) for chunk in parts)])
             for name, dtype in ({"ids": np.int64, "prompts": np.int64} | COLUMNS).items()
         }
         return cls(
@@ -356,9 +332,8 @@ class Samples:
         )
 
     def places(self, positions: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Indices into the per-token arrays, such as `token_ids`: [T'] int64, those of all tokens
-        of some samples, one sample after the other. `positions`: which samples, by their place in
-        this object from 0, not by their `ids`.
+        """[T'] int64 indices into per-token arrays, of all tokens of the samples at these
+        `positions` (not `ids`).
         """
         chosen = np.asarray(positions, dtype=np.int64)
         lengths = self.lengths[chosen]
@@ -367,18 +342,13 @@ class Samples:
         return np.arange(starts[-1]) + np.repeat(self.offsets[chosen] - starts[:-1], lengths)
 
     def branches_of(self, number: int) -> np.ndarray:
-        """The rows of `branches` that belong to one sample: [b, 2] int64, token indices that are
-        counted from the sample's first token. `number`: its place in this object from 0, not its
-        id.
-        """
+        """[b, 2] `branches` of the sample at position `number`, counted from its first token."""
         first, last = self.offsets[number : number + 2].tolist()
         low, high = np.searchsorted(self.branches[:, 0], (first, last))
         return _moved(self.branches[low:high], -first)
 
     def select(self, positions: Sequence[int] | np.ndarray) -> Samples:
-        """New `Samples` with some of these samples, in the order of `positions`: their places in
-        this object from 0, not their `ids`. The arrays are copies.
-        """
+        """Copies of the samples at these `positions`, in their order."""
         chosen = np.asarray(positions, dtype=np.int64)
         places = self.places(chosen)
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.lengths[chosen])])
@@ -397,7 +367,7 @@ class Samples:
 
 
 def _moved(branches: np.ndarray, by: int) -> np.ndarray:
-    """`Samples.branches` of tokens that are `by` places farther on in the arrays."""
+    """`branches` of tokens that are `by` places farther on."""
     return np.where(branches < 0, branches, branches + by)
 
 
@@ -412,89 +382,86 @@ COLUMNS = {
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """The samples of one training step that one data-parallel rank trains on, with the rewards,
-    groups (all rollouts of one prompt), lengths and metrics of the whole step, the same on every
-    rank. Made by the rollout service, one for each rank.
+    """The samples of one step for one data-parallel rank, and rewards, groups and metrics of the
+    whole step. From the rollout service.
     """
 
     step: int
     samples: list[Samples]
-    """For each mini-batch, this rank's samples."""
+    """For each mini-batch, this rank's."""
     micro_batches: list[list[list[int]]]
-    """For each mini-batch, the packed sequences that this rank computes, each as a list of indices
-    of samples in the mini-batch's `Samples`. Every rank has the same number of packed sequences."""
+    """For each mini-batch, this rank's packed sequences as indices of samples there. Every rank has
+    equally many.
+    """
     rewards: np.ndarray
-    """[N] float64 total reward of every sample of the step, on every rank."""
+    """[N] float64 total reward of every sample."""
     groups: np.ndarray
-    """[N] int64 index of each sample's group (all rollouts of one prompt) in this step."""
+    """[N] int64 index of each sample's group in this step."""
     response_tokens: np.ndarray
-    """[N] int64 number of tokens that the policy generated in each sample and that are trained on:
-    0 for greedy responses that `remax` compares with."""
+    """[N] int64 trained tokens of each sample: 0 for greedy responses."""
     mini_batch_of: np.ndarray
-    """[N] int64 index of the mini-batch in which each sample is trained."""
+    """[N] int64 mini-batch of each sample."""
     metrics: dict[str, float]
-    """Metrics over the rollouts of the whole step."""
+    """Over the whole step's rollouts."""
     transcripts: list[dict[str, Any]] = field(default_factory=list)
-    """Rollouts of some prompts as text, a dict for each prompt; on rank 0 only."""
+    """Rollouts of some prompts as text; on rank 0."""
     warning: str = ""
-    """What the user should know about the rollouts of the step; empty if nothing."""
+    """For the user, about the step's rollouts."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Samples concatenated into one packed sequence without padding, with next-token labels already
-    shifted: the input of one forward and backward pass. Made by `megarl.trainer.packing`.
+    """Samples as one packed sequence without padding, with labels shifted: the input of one forward
+    and backward pass. From `megarl.trainer.packing`.
 
-    With sequence parallelism a rank has T tokens of the packed sequence. Six fields describe the
-    whole packed sequence: `starts`, `parents` and `begins` (its documents), `ends` (last tokens of
-    samples), `indices` (which tokens each rank has) and `members` (ids of the samples).
+    With sequence parallelism a rank has T tokens of it. `starts`, `parents`, `begins`, `ends`,
+    `indices` and `members` describe the whole packed sequence.
     """
 
     token_ids: torch.Tensor
-    """[T] int64 token ids."""
+    """[T] int64."""
     position_ids: torch.Tensor
-    """[T] int64 number of tokens before it that the token attends to without a sliding window: its
-    position in the sample, from 0."""
+    """[T] int64 position in the sample: tokens before it to which it attends without a sliding
+    window.
+    """
     targets: torch.Tensor
-    """[T] int64 id of the next token. A token after which nothing is trained has an arbitrary
-    target, and `mask` False."""
+    """[T] int64 id of the next token; arbitrary where `mask` is False."""
     mask: torch.Tensor
     """[T] bool, True if the *target* was generated by the policy and is trained on."""
     starts: torch.Tensor
-    """[D + 1] int32 position of the first token of each of D documents, then the sequence's
-    length. A document is a sample; with shared prefixes it is a prefix that several samples have
-    in common, or the rest of a sample. Of a sample that is a tree it is the tokens from the start
-    of a branch to a last token of the tree."""
+    """[D + 1] int32 first token of each of D documents, then the length. A document is a sample; a
+    prefix that samples share, or the rest of a sample; of a tree, the tokens from a branch's
+    start to a last token.
+    """
     sample_ids: torch.Tensor
-    """[T] int64 index in the step of the sample that each token belongs to; -1 for tokens of
-    shared prefixes, and padding."""
+    """[T] int64 index in the step of each token's sample; -1 for shared prefixes and padding."""
     engine_logprobs: torch.Tensor
     """[T] float32 log-prob of the target by the engine; 0 where `mask` is False."""
     rewards: torch.Tensor
-    """[T] float32 reward for the target; 0 where `mask` is False."""
+    """[T] float32 for the target; 0 where `mask` is False."""
     members: torch.Tensor
-    """[S] int64 ids of the samples in the whole packed sequence, ascending; -1 is padding."""
+    """[S] int64 ids of the samples, ascending; -1 is padding."""
     places: torch.Tensor
-    """[T] int64 index of each token's target in the per-token arrays of the mini-batch's `Samples`,
-    by which values per token are looked up and stored; 0 where `mask` is False."""
+    """[T] int64 index of each target in the per-token arrays of the mini-batch's `Samples`; 0 where
+    `mask` is False.
+    """
     ends: torch.Tensor
-    """[S] int64 position in the whole packed sequence of the last token of each sample."""
+    """[S] int64 position of each sample's last token."""
     indices: tuple[torch.Tensor, ...] = ()
-    """For each sequence-parallel rank, [L_r] int64 positions of its tokens in the whole packed
-    sequence, on the CPU. Empty if the packed sequence is not divided."""
+    """For each sequence-parallel rank, [L_r] int64 positions of its tokens, on the CPU; empty if
+    not divided.
+    """
     parents: tuple[int, ...] = ()
-    """[D] for each document, the number of the document that it continues and whose tokens its
-    tokens attend to, or -1. Empty where no document continues another."""
+    """[D] the document that each continues and attends to, or -1; empty where none does."""
     begins: tuple[int, ...] = ()
-    """[D] for each document, the number of tokens before it that it continues: of its parent the
-    first ones, or all, and those that the parent continues. Empty as `parents` is."""
+    """[D] tokens before each document that it continues: the first ones of its parent, or all, and
+    those that the parent continues.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Metrics of one training step: the step's number, from 0, and {name: number}. Made by
-    `megarl.trainer`; the same on every rank.
-    """
+    """Metrics of one step, the same on every rank; from `megarl.trainer`."""
 
     step: int
     metrics: dict[str, float]

@@ -74,7 +74,7 @@ def _meaning(one: Setting) -> str:
     """The cell with what a setting does. It ends with the setting on which it depends, if any."""
     section = one.key.rpartition(".")[0]
     said = [_cell(one.meaning)]
-    for mark in typing.get_args(one.kind)[1:]:
+    for mark in typing.get_args(one.annotation)[1:]:
         if isinstance(mark, Of):
             other = ".".join(filter(None, (section, mark.key)))
             values = " or ".join(f"`{as_yaml(value)}`" for value in mark.values)

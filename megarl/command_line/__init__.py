@@ -1,3 +1,1 @@
-"""The words of the command line: the table of commands, the pages of `--help`, completion of
-words.
-"""
+"""The words of the command line: the table of commands, `--help`, completion."""

@@ -118,7 +118,7 @@ def _chosen(topic: str, known: Sequence[Setting]) -> list[Setting]:
     def is_inside(key: str) -> bool:
         parts = key.split(".")[: len(words)]
         return len(parts) == len(words) and all(
-            part in (word, "NAME") for word, part in zip(words, parts, strict=True)
+            name in (word, "NAME") for word, name in zip(words, parts, strict=True)
         )
 
     keys = [setting for setting in known if not setting.is_section]
@@ -203,7 +203,7 @@ def completion(words: Sequence[str]) -> str:
         raise UserError(f"megarl completion needs a shell: megarl completion {'|'.join(BEFORE)}")
     cases = []
     for name, command in COMMANDS.items():
-        keys = {setting.key for kind in command.kinds().values() for setting in settings(kind)}
+        keys = {setting.key for cls in command.kinds().values() for setting in settings(cls)}
         known = [*command.option_names, "--help", *(f"--{key}" for key in sorted(keys))]
         cases.append(f"      {name}) words='{' '.join(known)}' ;;")
     script = SCRIPT.replace("COMMANDS", " ".join([*COMMANDS, *OTHERS]))

@@ -1,4 +1,4 @@
-"""The settings of a recipe as a list, for the pages of `--help` and the site."""
+"""The settings of a recipe as a list, for `--help` and the site."""
 
 from __future__ import annotations
 
@@ -19,43 +19,34 @@ from megarl.settings.schema import FILE, Config, Range
 
 @dataclass(frozen=True)
 class Setting:
-    """One key of a recipe, or a section of keys, as `--help` lists it: its name, type, default and
-    meaning. Made by `settings`.
-    """
+    """One key of a recipe, or a section of keys."""
 
     key: str
-    """Dotted path, as in "rollout.engine.tensor"; in a table of the user's own names NAME stands
-    for the name, and in a list of sections N for the number."""
-    kind: Any
+    """As "rollout.engine.tensor"; NAME stands for a name of the user's, N for a number in a
+    list.
+    """
+    annotation: Any
     """The type, as the configuration class declares it."""
     default: Any
-    """The value without the recipe, as plain data; None for a section."""
+    """As plain data; None for a section."""
     meaning: str
     """The docstring, on one line."""
     is_section: bool
 
     @property
     def values(self) -> str:
-        """The values that the setting may have, in words, such as "whole number from 1 to 4096"."""
-        return _values(self.kind)
+        """In words, such as "whole number from 1 to 4096"."""
+        return _values(self.annotation)
 
     @property
     def choices(self) -> list[str]:
-        """The values that the setting may have, as YAML writes them, if there is a list of them (a
-        truth value, or fixed names); otherwise empty.
-        """
-        return [as_yaml(value) for value in _choices(self.kind)]
+        """Truth values or fixed names as YAML writes them; else empty."""
+        return [as_yaml(value) for value in _choices(self.annotation)]
 
 
 def settings(kind: type[Config], prefix: str = "", made: Any = None) -> Iterator[Setting]:
-    """Iterate over the settings of configuration class `kind`, each as a `Setting` (name, type,
-    default, meaning), in their order, each section before its keys, all levels deep.
-
-    Args:
-        kind: a configuration class.
-        prefix: dotted path of the class in the recipe, with a dot at the end; ""
-            for the whole recipe.
-        made: an object of the class with the defaults; None for those that the class declares.
+    """The settings of a configuration class in order, each section before its keys. `prefix`: its
+    dotted path, with a dot at the end; `made`: an object with the defaults.
     """
     for name, field in kind.model_fields.items():
         usual = None if field.is_required() else field.get_default(call_default_factory=True)
@@ -74,27 +65,25 @@ def settings(kind: type[Config], prefix: str = "", made: Any = None) -> Iterator
 
 @functools.cache
 def meanings(kind: type) -> dict[str, str]:
-    """{field: its docstring, the text below its declaration, on one line} of a configuration class
-    and its base classes. Read from the source code, since Python keeps no docstrings of fields.
+    """{field: its docstring} of a configuration class and its bases, from the source: Python keeps
+    none of fields.
     """
-    found: dict[str, str] = {}
-    for one in reversed(kind.__mro__[: kind.__mro__.index(Config)]):
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(one))).body
+    texts: dict[str, str] = {}
+    for base in reversed(kind.__mro__[: kind.__mro__.index(Config)]):
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
         assert isinstance(tree, ast.ClassDef)
         for field, text in zip(tree.body, tree.body[1:], strict=False):
             match field, text:
                 case (
                     ast.AnnAssign(target=ast.Name(id=name)),
-                    ast.Expr(value=ast.Constant(value=str(said))),
+                    ast.Expr(value=ast.Constant(value=str(docstring))),
                 ):
-                    found[name] = " ".join(said.split())
-    return found
+                    texts[name] = " ".join(docstring.split())
+    return texts
 
 
 def as_yaml(value: Any) -> str:
-    """A value (number, text, truth value, None, tuple or dict) as a recipe writes it in YAML, on
-    one line.
-    """
+    """A value as YAML has it, on one line."""
     if isinstance(value, tuple):
         return f"[{', '.join(map(as_yaml, value))}]"
     if isinstance(value, dict):
@@ -105,17 +94,16 @@ def as_yaml(value: Any) -> str:
 
 
 def _values(kind: Any) -> str:
-    """The values of a type, in words."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
         ranges = [mark for mark in inner[1:] if isinstance(mark, Range) and mark.high < 8e307]
-        said = "".join(f" from {one.low:.10g} to {one.high:.10g}" for one in ranges)
-        zero = "0, or " if any(one.or_zero for one in ranges) else ""
+        bounds = "".join(f" from {mark.low:.10g} to {mark.high:.10g}" for mark in ranges)
+        zero = "0, or " if any(mark.or_zero for mark in ranges) else ""
         if any(isinstance(mark, IsPath) for mark in inner[1:]):
             return " | ".join(map(as_yaml, [*_choices(kind), FILE])) if _choices(kind) else "path"
-        return f"{zero}{_values(inner[0])}{said}"
+        return f"{zero}{_values(inner[0])}{bounds}"
     if origin in (typing.Union, types.UnionType):
-        return " | ".join(map(_values, sorted(inner, key=lambda one: one is not type(None))))
+        return " | ".join(map(_values, sorted(inner, key=lambda member: member is not type(None))))
     if origin in (tuple, dict):
         return f"list of {_values(inner[0])}" if origin is tuple else f"NAME: {_values(inner[1])}"
     if choices := _choices(kind):
@@ -123,17 +111,17 @@ def _values(kind: Any) -> str:
     return {int: "whole number", float: "number", str: "text"}.get(kind, "null")
 
 
-def _choices(kind: Any) -> list[Any]:
-    """The values of a truth value or a `Literal`, also of one that may be null; of a setting that
-    may name a file's function, the names of the house.
+def _choices(annotation: Any) -> list[Any]:
+    """Of a truth value or `Literal`, perhaps null; of a setting that may name a file's function,
+    the built-in names.
     """
-    found = []
-    if typing.get_origin(kind) is typing.Annotated:
-        kind, *marks = typing.get_args(kind)
-        found = [mark.names for mark in marks if isinstance(mark, IsPath)]
-    found += [[True, False] if kind is bool else []]
-    if typing.get_origin(kind) is typing.Literal:
-        found = [list(typing.get_args(kind))]
-    elif type(None) in typing.get_args(kind):
-        found = [_choices(one) for one in typing.get_args(kind)]
-    return [value for values in found for value in values]
+    choices = []
+    if typing.get_origin(annotation) is typing.Annotated:
+        annotation, *marks = typing.get_args(annotation)
+        choices = [mark.names for mark in marks if isinstance(mark, IsPath)]
+    choices += [[True, False] if annotation is bool else []]
+    if typing.get_origin(annotation) is typing.Literal:
+        choices = [list(typing.get_args(annotation))]
+    elif type(None) in typing.get_args(annotation):
+        choices = [_choices(member) for member in typing.get_args(annotation)]
+    return [value for values in choices for value in values]

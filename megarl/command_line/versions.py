@@ -9,10 +9,7 @@ from megarl.observe.provenance import checkout, packages
 
 
 def versions() -> str:
-    """The text of `megarl --version`: a line for megarl, with the commit if it runs from a git
-    checkout, one for Python, and one for each of torch, vllm, ray, deepspeed and transformers that
-    is installed.
-    """
+    """A line for megarl with its commit, for Python, and for each main library."""
     commit = checkout()
     lines = [f"megarl {megarl.__version__}{commit and f', commit {commit}'}"]
     lines.append(f"Python {platform.python_version()}")

@@ -63,7 +63,7 @@ def refuse_unknown(name: str, words: Sequence[str]) -> None:
     """
     command = COMMANDS[name]
     options = [*command.option_names, *ASKS]
-    settings = {key for kind in command.kinds().values() for key in kind.model_fields}
+    settings = {key for cls in command.kinds().values() for key in cls.model_fields}
     for word in words:
         option = word.partition("=")[0]
         is_setting = option[2:].replace("-", "_").partition(".")[0] in settings

@@ -1,1 +1,1 @@
-"""Inference engines: what an engine must offer, vLLM, and the Ray actors that run them."""
+"""Inference engines: their interface, vLLM, and the Ray actors that run them."""

@@ -3,14 +3,11 @@
     Remote(channel, handle).ask(request)  ------>  ChannelActor.serve(request)  (in the actor)
                                   answer  <------
 
-A message costs tens of microseconds, a Ray call more than a millisecond. The service listens, and
-has each actor connect by the Ray call `attach`. That call lasts as long as the connection does, so
-its end tells that the actor is dead or that the connection broke. Arrays in requests and answers
-travel as frames of their own.
+A message costs tens of microseconds, a Ray call more than a millisecond. The service listens; each
+actor connects by the Ray call `attach`, which ends when the actor is dead or the connection broke.
 
-Actors of the service's machine connect to a socket in the run's private folder. Those of other
-machines connect to a port, encrypted by CurveZMQ, whose key only the actors are told. Messages are
-pickled, so nobody else may be able to send one.
+Actors of the same machine use a socket in the run's private folder, others a port encrypted by
+CurveZMQ, whose key only the actors get: messages are pickled, so nobody else may send one.
 """
 
 from __future__ import annotations
@@ -30,22 +27,19 @@ import zmq
 from ray.exceptions import ActorUnavailableError
 from zmq.utils.monitor import recv_monitor_message
 
-from megarl.errors import EngineLost, EngineUnreachable
+from megarl.errors import ActorUnreachable, EngineLost
 from megarl.system.deaths import DEATHS, ENGINE_DEAD, why_dead
 from megarl.system.spans import Requests
 
 MAX_AT_ONCE = 64
 """Messages that are handled before the event loop does other work."""
 
-TICK_S = 0.02
-"""Seconds after which a socket is read again while messages come, all that have come by then: to
-wake an event loop for each message costs more than the message."""
 
 LOOK_S = 0.5
-"""Seconds between two checks by an actor whether its connection to the service lasts."""
+"""Between two checks whether the connection lasts."""
 
 CONNECT_S = 60.0
-"""Seconds that an actor has to connect to the service."""
+"""Seconds that an actor has to connect."""
 
 OPTIONS = {
     zmq.IPV6: 1,
@@ -61,75 +55,58 @@ OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class ChannelPlace:
-    """How an actor connects to a `Channel`, the ZeroMQ socket of the rollout service: the path of a
-    Unix socket, the address of an encrypted TCP port, and that port's public key. Sent to an actor
-    in the Ray call `attach`.
-    """
+    """How an actor connects to a `Channel`."""
 
     path: str
-    """Absolute path of its Unix socket, for actors of its machine; empty if it has none."""
+    """Absolute path of the Unix socket, for actors of its machine; may be empty."""
     address: str
-    """Address of its TCP port, such as tcp://10.0.0.5:4321; empty if it has none."""
+    """Of the TCP port, such as tcp://10.0.0.5:4321; may be empty."""
     key: bytes
-    """Public CurveZMQ key of the port, which is told to the actors only."""
+    """The port's public CurveZMQ key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What an actor sends in place of an answer when its method `serve` (see `ChannelActor`) raised
-    an exception: class name and message as text, since the caller may be unable to import the
-    class.
-    """
+    """An exception of `serve`, as text, since the caller may be unable to import its class."""
 
-    kind: str
+    class_name: str
     message: str
 
     def exception(self) -> Exception:
-        """The exception to raise in the caller: `EngineLost` if a process of vLLM is dead,
-        `ValueError` if the actor raised `ValueError`, and otherwise `RuntimeError` with the
-        original class's name.
-        """
-        if self.kind == ENGINE_DEAD:
+        """`EngineLost` if a process of vLLM is dead, `ValueError`, or else `RuntimeError`."""
+        if self.class_name == ENGINE_DEAD:
             return EngineLost("one of its processes died")
-        if self.kind == "ValueError":
+        if self.class_name == "ValueError":
             return ValueError(self.message)
-        return RuntimeError(f"{self.kind}: {self.message}")
+        return RuntimeError(f"{self.class_name}: {self.message}")
 
 
 def packed(message: Any) -> list[Any]:
-    """Convert a Python object to the frames of a ZeroMQ message: the pickled object, then the
-    memory of each numpy array in it, without a copy. `unpacked` is the inverse.
-    """
+    """Frames of a message: the pickled object, then its numpy arrays, without a copy."""
     arrays: list[pickle.PickleBuffer] = []
     body = pickle.dumps(message, protocol=5, buffer_callback=arrays.append)
-    return [body, *(one.raw() for one in arrays)]
+    return [body, *(array.raw() for array in arrays)]
 
 
 def unpacked(frames: list[bytes]) -> Any:
-    """The Python object of which `packed` made these `frames`; its numpy arrays are read-only views
-    of the frames. Unpickles, so the sender must be trusted.
-    """
+    """Inverse of `packed`; arrays are read-only views. Unpickles, so the sender must be trusted."""
     return pickle.loads(frames[0], buffers=frames[1:])  # noqa: S301 - see the top of the file
 
 
 class EventSocket:
-    """A ZeroMQ socket whose messages are handled in the running event loop. The constructor takes
-    `kind`, such as `zmq.ROUTER`, and `hear`, a function that is called in the event loop with the
-    frames (a list of bytes) of each message that comes. The socket itself is `plain`, which the
-    caller binds or connects.
+    """A ZeroMQ socket `plain` whose messages are handled in the running event loop: `hear` gets the
+    frames of each.
     """
 
-    def __init__(self, kind: int, hear: Callable[[list[bytes]], None]) -> None:
-        self.plain = zmq.Context.instance().socket(kind)
+    def __init__(self, socket_type: int, hear: Callable[[list[bytes]], None]) -> None:
+        self.plain = zmq.Context.instance().socket(socket_type)
         for option, value in OPTIONS.items():
             self.plain.set(option, value)
         self._hear, self._loop, self._is_due = hear, asyncio.get_running_loop(), False
         self._loop.add_reader(self.plain.fileno(), self._read)
 
     def send(self, frames: list[Any]) -> None:
-        """Hand a message of these frames (bytes or buffers) to ZeroMQ's thread, without waiting.
-        After `close` the message is dropped.
-        """
+        """Hand a message to ZeroMQ's thread; after `close` it is dropped."""
         if not self.plain.closed:
             self.plain.send_multipart(frames, zmq.NOBLOCK)
             if not self._is_due and self._has_message:  # else nothing tells of it any more
@@ -140,7 +117,6 @@ class EventSocket:
         return bool(self.plain.get(zmq.EVENTS) & zmq.POLLIN)
 
     def _read_in(self, seconds: float) -> None:
-        """Read what has come after this time."""
         if not self._is_due:
             self._is_due = True
             self._loop.remove_reader(self.plain.fileno())
@@ -154,13 +130,13 @@ class EventSocket:
             self._hear(self.plain.recv_multipart(zmq.NOBLOCK))
             count += 1
         if count:
-            self._read_in(TICK_S if count < MAX_AT_ONCE else 0.0)
+            # Seconds later, all that has come by then: a wake-up for each message costs more.
+            self._read_in(0.02 if count < MAX_AT_ONCE else 0.0)
         elif self._is_due:
             self._is_due = False
             self._loop.add_reader(self.plain.fileno(), self._read)
 
     def close(self) -> None:
-        """Close the socket, which ends its connections. A second call does nothing."""
         if not self.plain.closed:
             self._loop.remove_reader(self.plain.fileno())
             # Else ZeroMQ's thread waits without end to report an event that nobody reads any more.
@@ -169,22 +145,18 @@ class EventSocket:
 
 
 class Channel:
-    """The rollout service's ZeroMQ socket to the actors that it sends requests to. The constructor
-    opens the socket; actors connect to it at the addresses in `place`. One `Channel` serves all
-    actors: make one `Remote` per actor, which sends requests through it. Create and use it in one
-    event loop.
+    """The rollout service's socket, at the addresses in `place`; one `Remote` for each actor uses
+    it.
     """
 
     def __init__(self, folder: str, host: str = "") -> None:
-        """Open the socket. `folder`: absolute path of the run's private folder, in which the socket
-        gets a file; empty for none, as where Ray was started by hand. `host`: address at which
-        other machines reach this one, for an encrypted TCP port; empty for no port.
+        """`folder`: the run's private folder; empty for no Unix socket. `host`: address for the TCP
+        port; empty for none.
         """
         self.socket = EventSocket(zmq.ROUTER, self._hear)
-        """Its messages begin with a frame that names the connection, its route."""
+        """Messages begin with a frame that names the connection, its route."""
         self.hearers: dict[bytes, Callable[[list[bytes]], None]] = {}
-        """{route of a connection: function that gets the frames of a message from there, without
-        the route}. Messages of other connections are dropped."""
+        """{route: function of a message's other frames}; other messages are dropped."""
         plain, path, address = self.socket.plain, "", ""
         if folder:
             path = f"{folder}/{secrets.token_hex(4)}"
@@ -202,16 +174,12 @@ class Channel:
 
 
 class Remote:
-    """Sends requests to one Ray actor, whose class is a `ChannelActor`, by ZeroMQ messages instead
-    of Ray calls: `await ask(request)`. The constructor takes this process's socket (a `Channel`)
-    and the actor's Ray handle. It has the actor connect at the first request, and again at the next
-    request after the connection has ended.
+    """Sends requests to one Ray actor. It connects at the first request, and again after the
+    connection ended.
     """
 
     def __init__(self, channel: Channel, handle: Any, requests: Requests) -> None:
-        """`channel`: this process's socket. `handle`: Ray handle of the actor, whose class is a
-        `ChannelActor`. `requests`: records that this process waits for answers.
-        """
+        """`handle`: of a `ChannelActor`. `requests`: records the waits for answers."""
         self.channel, self._handle, self._requests = channel, handle, requests
         self._numbers = itertools.count(1)
         self._pending: dict[bytes, asyncio.Future[Any]] = {}
@@ -222,12 +190,10 @@ class Remote:
         self._connection: asyncio.Task[None] | None = None
 
     async def ask(self, request: Any) -> Any:
-        """Coroutine: have the actor run `serve(request)` and return the result, without a time
-        limit. If the caller is cancelled, the actor is told to stop.
+        """The result of the actor's `serve(request)`, which stops if the caller is cancelled.
 
-        Raises `EngineLost` if the actor, or a process that the actor depends on, is dead, and
-        `EngineUnreachable` if the actor may still be alive. Raises `ValueError` if `serve` raised
-        `ValueError`, and `RuntimeError` for any other exception of `serve`.
+        Raises `EngineLost` if the actor is dead, `ActorUnreachable` if it may be alive, or what
+        `Failure` says.
         """
         loop = asyncio.get_running_loop()
         number = next(self._numbers).to_bytes(8, "big")
@@ -253,8 +219,8 @@ class Remote:
         number, *rest = frames
         if not rest:  # the first message
             self._is_connected, unsent, self._unsent = True, self._unsent, []
-            for one in unsent:
-                self._send(one)
+            for message in unsent:
+                self._send(message)
         elif (waiting := self._pending.get(number)) is not None and not waiting.done():
             answer = unpacked(rest)
             if isinstance(answer, Failure):
@@ -263,16 +229,14 @@ class Remote:
                 waiting.set_result(answer)
 
     async def _connect(self) -> None:
-        """Have the actor connect, and end every open request when the connection ends; the next
-        request makes another one.
-        """
+        """Have the actor connect, and end every open request with the connection."""
         self._route = secrets.token_hex(16).encode()
         self.channel.hearers[self._route] = self._hear
-        error: Exception = EngineUnreachable("its connection broke")
+        error: Exception = ActorUnreachable("its connection broke")
         try:
             await self._handle.attach.remote(self.channel.place, self._route)
         except ActorUnavailableError as found:
-            error = EngineUnreachable(f"it could not be reached ({str(found).splitlines()[0]})")
+            error = ActorUnreachable(f"it could not be reached ({str(found).splitlines()[0]})")
         except DEATHS as found:
             error = EngineLost(f"its process died ({why_dead(found)})")
         except Exception as found:
@@ -285,25 +249,17 @@ class Remote:
 
 
 class ChannelActor(abc.ABC):
-    """Base class of a Ray actor that answers requests over ZeroMQ instead of Ray calls. A subclass
-    defines `serve`; the process that asks uses `Remote`.
-    """
+    """A Ray actor that answers requests over ZeroMQ by `serve`; the other side is `Remote`."""
 
     _socket: EventSocket | None = None
 
     @abc.abstractmethod
     async def serve(self, request: Any) -> Any:
-        """Coroutine, defined by the subclass: the answer to one request. Request and answer are any
-        objects that can be pickled. Many calls run at the same time in one event loop, so a call
-        must not block. An exception is sent to the caller as text.
-        """
+        """The answer to one request; many calls run in one event loop."""
 
     async def attach(self, place: ChannelPlace, route: bytes) -> None:
-        """Called as a Ray method by the process that sends requests: connect to it, and answer its
-        requests by `serve`. The coroutine ends when the connection breaks, or when `attach` is
-        called again; by its end the caller learns that the connection is gone. `place`: addresses
-        to connect to. `route`: random bytes that name the connection. Raises `ConnectionError` if
-        there is no connection within `CONNECT_S` (60) seconds.
+        """Connect to a `Channel` and answer its requests, until the connection breaks or another
+        `attach`. Raises `ConnectionError` after `CONNECT_S`.
         """
         requests, serving = (
             Requests("responses", kind="generate"),
@@ -313,12 +269,12 @@ class ChannelActor(abc.ABC):
         async def answer(number: bytes, frames: list[bytes]) -> None:
             try:
                 with requests:
-                    made = packed(await self.serve(unpacked(frames)))
+                    reply = packed(await self.serve(unpacked(frames)))
             except Exception as error:
-                made = packed(Failure(type(error).__name__, str(error)))
+                reply = packed(Failure(type(error).__name__, str(error)))
             finally:
                 serving.pop(number, None)
-            socket.send([number, *made])
+            socket.send([number, *reply])
 
         def hear(frames: list[bytes]) -> None:
             number, *rest = frames
@@ -339,9 +295,7 @@ class ChannelActor(abc.ABC):
 
 
 async def _connected(socket: EventSocket, place: ChannelPlace, route: bytes) -> None:
-    """Connect to a channel; returns when the connection breaks, or the socket is closed, which it
-    is afterwards.
-    """
+    """Connect; returns when the connection breaks or the socket is closed."""
     plain, is_connected, address = socket.plain, False, f"ipc://{place.path}"
     plain.routing_id = route
     if not Path(place.path).is_socket():  # on another machine

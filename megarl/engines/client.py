@@ -1,6 +1,4 @@
-"""The inference engines of a run, as trainer rank 0 calls them: through the rollout service, which
-owns them (`megarl.engines.pool`).
-"""
+"""The engines as trainer rank 0 calls them: through the rollout service, which owns them."""
 
 from __future__ import annotations
 
@@ -19,23 +17,20 @@ from megarl.weights.transports.base import GIVEN_UP, Aborted
 
 
 class EngineCall:
-    """A call that was made to all engines of a publication at once, such as the one to receive new
-    weights. Engines are named by their positions among these, also in `EngineLost.engines`.
-    """
+    """A call to all members at once (`publication.Update`)."""
 
     def __init__(self, engines: EngineClient, reference: Any) -> None:
-        """`reference`: Ray's, of the call to the rollout service."""
+        """`reference`: Ray's, of the call to the service."""
         self._engines, self._reference = engines, reference
 
     def poll(self) -> None:
-        """Check the call without waiting; raises as `result` does."""
+        """Raises as `result`, without waiting."""
         if ray.wait([self._reference], timeout=0)[0]:
             self.result(timeout_s=0.0)
 
     def result(self, *, timeout_s: float) -> list[Any]:
-        """Wait until the call has ended on all engines, and return their answers. Raises
-        `EngineLost` for engines that are dead, have failed or are late, and `Aborted` if an engine
-        only stopped because another process gave the transfer of weights up.
+        """The members' answers. Raises `EngineLost` for engines that are dead, failed or late, and
+        `Aborted` if one only stopped because another process gave up.
         """
         outcomes: list[CallOutcome] = self._engines.answer(self._reference, timeout_s)
         failed = {n: outcome.problem for n, outcome in enumerate(outcomes) if outcome.problem}
@@ -50,10 +45,7 @@ class EngineCall:
         return [outcome.answer for outcome in outcomes]
 
     def settle(self, *, timeout_s: float) -> list[int]:
-        """After a transfer was aborted, wait at most `timeout_s` seconds until the call has ended
-        on every engine. Returns the positions of the engines where it still runs, or failed by an
-        error of its own and not because of the abort.
-        """
+        """Positions of the members where the call still runs, or failed by an error of its own."""
         outcomes: list[CallOutcome] = self._engines.ask("settled", timeout_s, timeout_s=timeout_s)
         return [
             n
@@ -63,31 +55,26 @@ class EngineCall:
 
 
 class EngineClient:
-    """All inference engines of a run. Calls concern the engines in `members`, which get the present
-    weights, and end within their time limits.
-    """
+    """All engines of a run (`publication.Engines`)."""
 
     def __init__(self, service: ActorHandle, starts: EngineStarts) -> None:
-        """`service`: the Ray actor that owns the engines. `starts`: the engines, which have begun
-        to start.
-        """
+        """`service`: the Ray actor that owns the engines."""
         self._service, self._starts = service, starts
         self.members = list[int]()
-        """Numbers of the engines that take part in the present publication, ascending."""
+        """Numbers of the engines in the present publication."""
         self.preemptions = 0
-        """Times that engines have pushed a running request out of a full key-value cache so far."""
+        """Requests pushed out of a full key-value cache so far."""
 
     @property
     def missing(self) -> int:
-        """Number of the run's engines that do not get the present weights."""
+        """Engines that do not get the present weights."""
         return len(self._starts.first) - len(self.members)
 
     def ask(self, method: str, *arguments: Any, timeout_s: float = 0.0) -> Any:
-        """The answer of a method of `EngineManager` that takes at most `timeout_s` seconds."""
+        """The answer of a method of `EngineManager` that takes at most `timeout_s`."""
         return self.answer(self._begin(method, *arguments), timeout_s)
 
     def answer(self, reference: Any, timeout_s: float) -> Any:
-        """The answer to a call that takes at most `timeout_s` seconds more."""
         return ask(THE_SERVICE, reference, timeout_s + SERVICE_TIMEOUT_S, "calling the engines")
 
     def _begin(self, method: str, *arguments: Any) -> Any:
@@ -103,13 +90,12 @@ class EngineClient:
         self.hold()
 
     def is_one_host(self) -> bool:
-        """Whether the Ray cluster has only one node, this host, so that all engines run here."""
+        """Whether the Ray cluster has only this node."""
         return sum(node["Alive"] for node in ray.nodes()) == 1
 
     def connect(self, info: Callable[[int], dict[str, Any]], *, timeout_s: float) -> None:
-        """Tell each engine where its weights come from; see `weight_sync.publication.Engines`.
-        Raises `EngineLost` if an engine is dead or late, and `RuntimeError` if a living one cannot
-        receive weights.
+        """Raises `EngineLost` if an engine is dead or late, `RuntimeError` if a living one cannot
+        receive.
         """
         infos = [(info(position),) for position in range(len(self.members))]
         # Of all: a healthy engine that is still at it when another fails would count as late.
@@ -123,15 +109,13 @@ class EngineClient:
             raise EngineLost("; ".join(dict.fromkeys(lost.values())), tuple(lost))
 
     def update(self, version: int, *, timeout_s: float) -> EngineCall:
-        """Have every engine begin to receive the weights of `version`; returns at once."""
+        """Returns at once."""
         return self._call("update", [(version, timeout_s)] * len(self.members), timeout_s)
 
     def load_adapter(
         self, version: int, files: dict[str, bytes], *, timeout_s: float
     ) -> EngineCall:
-        """Have every engine begin to load the LoRA adapters `files` as the weights of `version`;
-        returns at once.
-        """
+        """Returns at once."""
         return self._call(
             "load_adapter", [(version, ray.put(files))] * len(self.members), timeout_s
         )
@@ -139,16 +123,13 @@ class EngineClient:
     def score(
         self, token_ids: list[int], *, timeout_s: float, adapted: bool = True
     ) -> list[list[float]]:
-        """[engine][token] log-probs of `token_ids[1:]`, each given the tokens before it, at
-        temperature 1; with `adapted` False without LoRA adapters. Raises `EngineLost`.
-        """
+        """[engine][token] log-probs of `token_ids[1:]` at temperature 1. Raises `EngineLost`."""
         asked = [(token_ids, adapted)] * len(self.members)
         return self._call("score", asked, timeout_s).result(timeout_s=timeout_s)
 
     def hold(self, lost: Sequence[int] = ()) -> list[int]:
-        """Begin a publication, or a further attempt at it without the engines with the numbers
-        `lost`: sets `members`. Returns the numbers of those of them that have no weights yet.
-        Raises `ProcessLost` if no engine is left.
+        """Begin an attempt to publish without the engines `lost`. Returns those without weights.
+        Raises `ProcessLost` if none is left.
         """
         timeout_s = ENGINE_STARTS * self._starts.timeout_s
         self.members, fresh, notices = self.ask("hold", lost, timeout_s=timeout_s)
@@ -157,25 +138,21 @@ class EngineClient:
         return fresh
 
     def replace(self, numbers: Sequence[int]) -> None:
-        """Replace the engines with these numbers, and set `members` to those that are ready."""
         self.hold(numbers)
 
     def admit(self) -> int:
-        """Have the engines of the publication serve requests, since they have the weights. Returns
-        how many engines were replaced in the run so far.
-        """
+        """Members have the weights and may serve. Returns the number of replacements so far."""
         replaced, self.preemptions = self.ask("admit")
         return replaced
 
     def sleep(self, *, timeout_s: float) -> None:
-        """Have every engine free its GPU memory for a colocated trainer, once none starts any more.
-        An engine that is dead or late is replaced when weights are sent. Raises `RuntimeError` if a
-        living one fails.
+        """Free the engines' GPU memory for a colocated trainer. One that is dead or late is
+        replaced later; raises `RuntimeError` if a living one fails.
         """
         self._each("sleep", timeout_s, ENGINE_STARTS * self._starts.timeout_s)
 
     def wake(self, *, timeout_s: float) -> None:
-        """Have every engine allocate its memory for weights again; see `sleep`."""
+        """Allocate the memory for weights again; raises as `sleep`."""
         self._each("wake", timeout_s, 0.0)
 
     def _each(self, method: str, timeout_s: float, start_s: float) -> None:

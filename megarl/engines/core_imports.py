@@ -1,6 +1,4 @@
-"""Imported by the fork server of `megarl.engines.vllm_core`, the process from which vLLM's engine
-core is forked on the CPU: it imports what the core needs, while the engine's process imports vLLM.
-"""
+"""Imported by the fork server of `megarl.engines.vllm_core`, from which vLLM's core is forked."""
 
 from megarl.system.quick_imports import quick_imports
 

@@ -1,11 +1,10 @@
-"""The inference engines of a run, in the process of the rollout service, which owns them.
+"""The engines of a run, in the process of the rollout service, which owns them.
 
     starting -> ready, without weights -> serving -> lost -> ended -> starting ...
 
-A coroutine for each engine starts it, asks every `BEAT_S` seconds for a sign of life, and replaces
-it when it dies or hangs, while the others go on. A new engine serves requests once a publication,
-the sending of a weight version by the trainer's ranks, has reached it. A run whose last engine with
-weights is lost ends. Rank 0 calls engines through `megarl.engines.client`.
+A coroutine for each engine starts it, asks for signs of life, and replaces it when it dies or
+hangs, while the others go on. A new engine serves once a publication has reached it. The run ends
+with its last engine that has weights.
 """
 
 from __future__ import annotations
@@ -26,54 +25,49 @@ from ray.exceptions import ActorUnavailableError, OutOfMemoryError
 
 from megarl.engines.interface import Pulse
 from megarl.engines.remote import EngineActor
-from megarl.errors import ProcessLost
+from megarl.errors import ActorDied, ProcessLost
 from megarl.settings.rollout import ENGINE_STARTS
 from megarl.system.console import say
 from megarl.system.deaths import DEATHS, ENGINE_DEAD, why_dead
 from megarl.system.placement import Seat, kept_engines
 from megarl.system.process_env import KEPT_ENGINES
 from megarl.system.processes import Process, end, with_descendants
-from megarl.system.ray_calls import GOES_ON, KILL_S, ActorDied, await_answer, done_within
+from megarl.system.ray_calls import GOES_ON, KILL_S, await_answer, done_within
 
 ActorHandle = Any
-"""A Ray actor handle. The type is `Any`, since Ray creates the methods at run time."""
+"""Ray creates its methods at run time."""
 
 BEAT_S, MOST_BEATS = 1.0, 32
-"""Least seconds between two signs of life of an engine, and most signs in that time: those of
-hundreds of engines would take much of the service's time."""
+"""Least seconds between two signs of life of an engine, and most signs of all in that time."""
 FIRST_PULSE = Pulse(-1, 0, 0, 0, requests=0, is_paused=False, is_dead=False)
 """In the place of that before an engine's first one."""
 LOOK_S = 0.05
-"""Seconds between two looks at the engines of a call that waits for some to be ready."""
+"""Between two looks at engines that a call waits for."""
 
 
 @dataclass(frozen=True)
 class EngineStarts:
-    """How the engines of a run are started, and the Ray actors of the first ones. Called with the
-    number of an engine, it makes another actor.
-    """
+    """How the engines are started. A call with an engine's number makes another actor."""
 
     seats: Sequence[Seat]
     """Where each engine runs."""
     arguments: dict[str, Any]
-    """Keyword arguments of `EngineActor`, the same for all, with `environment`, variables of the
-    engines' processes, and `recording`, the run's folder of activity files or None."""
+    """Of `EngineActor`, the same for all."""
     timeout_s: float
-    """Seconds that an engine may take to be ready."""
+    """Seconds that a start may take."""
     stall_s: float
     """Seconds without progress after which an engine is taken for hung."""
     takes_turns: bool = False
-    """Whether engines sleep and wake with a colocated trainer, all together: none starts meanwhile,
-    and a publication waits for all."""
+    """Whether engines sleep and wake with a colocated trainer: none starts meanwhile, and a
+    publication waits for all.
+    """
     namespace: str | None = field(default_factory=lambda: os.environ.get(KEPT_ENGINES))
-    """Ray namespace of engines that stay after the run; None for engines that end with it."""
+    """Ray namespace of engines that stay after the run."""
     first: list[ActorHandle] = field(default_factory=list)
-    """Actors that have begun to start, one for each engine. Ray ends them with these handles."""
+    """One actor for each engine; Ray ends them with these handles."""
 
     def begin(self) -> EngineStarts:
-        """Begin to start all engines, without waiting, and take those that earlier runs have left.
-        Returns the object itself.
-        """
+        """Begin to start all engines, or take those that earlier runs have left."""
         kept = kept_engines(self.arguments["recording"])
         for number in range(len(self.seats)):
             self.first.append(kept[number] if number in kept else self(number))
@@ -82,11 +76,11 @@ class EngineStarts:
 
     @property
     def serves_at_once(self) -> bool:
-        """Whether an engine that is ready has its weights, read from disk."""
+        """Whether a ready engine has its weights, from disk."""
         return self.arguments["load"] and not self.arguments["adapter_rank"]
 
     def __call__(self, number: int) -> ActorHandle:
-        """Make the Ray actor of engine `number`, which is not started yet."""
+        """The Ray actor of engine `number`, not started."""
         seat = self.seats[number]
         options: dict[str, Any] = {"max_concurrency": 100_000} | seat.options
         if self.namespace:
@@ -99,17 +93,15 @@ class EngineStarts:
 
 @dataclass
 class CallOutcome:
-    """What came of a call to an engine."""
-
     answer: Any = None
     problem: str = ""
-    """The error's message; "late" if there is no answer in time."""
+    """The error's message; "late" without an answer in time."""
     is_lost: bool = False
     """Whether the engine is dead or late."""
 
     @staticmethod
     def of(call: asyncio.Future[Any]) -> CallOutcome:
-        """The outcome of a Ray call, which may still run."""
+        """Of a Ray call, which may still run."""
         if not call.done():
             return CallOutcome(None, "late", is_lost=True)
         error = call.exception()
@@ -130,11 +122,11 @@ class ManagedEngine:
     number: int
     handle: ActorHandle
     state: Literal["starting", "ready", "lost", "ended", "given up"] = "starting"
-    """A "lost" engine may still run and hold its memory, an "ended" one does not."""
+    """A "lost" engine may still hold its memory, an "ended" one does not."""
     has_weights: bool = False
-    """Whether the rollout service sends it requests."""
+    """Whether the service sends it requests."""
     born: asyncio.Future[Any] | None = None
-    """The actor's process, as (host name, process id, start time)."""
+    """The actor's process."""
     processes: list[Process] = field(default_factory=list)
     """This process and all below it, once the engine is ready."""
     watch: asyncio.Task[str] | None = None
@@ -142,9 +134,7 @@ class ManagedEngine:
 
 
 class EngineManager:
-    """Starts, watches and replaces the engines of a run, and calls them for trainer rank 0. Create
-    and use it in one event loop.
-    """
+    """Starts, watches and replaces the engines, and calls them for rank 0, in one event loop."""
 
     def __init__(
         self,
@@ -153,13 +143,11 @@ class EngineManager:
         use: Callable[[int, ActorHandle], None],
         fail: Callable[[str], Awaitable[None]],
     ) -> None:
-        """Begin to watch the engines `starts.first`. `use(number, actor)`: is called when an engine
-        that has replaced another can serve requests. `fail(reason)`: ends the run.
-        """
+        """`use(number, actor)`: a replacement can serve. `fail(reason)`: ends the run."""
         self._starts, self._use, self._fail = starts, use, fail
         self.engines = [ManagedEngine(*pair) for pair in enumerate(starts.first)]
         self.moved_at = time.monotonic()
-        """When an engine has last made a step."""
+        """When an engine last made a step."""
         self.failure = ""
         """Why no engine can be used any more."""
         self._deadline = time.monotonic() + starts.timeout_s
@@ -167,11 +155,11 @@ class EngineManager:
         self._is_under_way = self._is_published = self._is_publishing = False
         """Whether all engines have been ready once, some got weights, and some are getting them."""
         self._members: dict[int, ActorHandle] = {}
-        """{number: actor} of the engines of the present publication."""
+        """{number: actor} in the present publication."""
         self._calls: list[asyncio.Future[Any]] = []
         """The newest call to each of them."""
         self._notices = list[str]()
-        """Lines for the user that rank 0 has not shown yet."""
+        """Lines that rank 0 has not shown yet."""
         self._replaced = self._preemptions = 0
         self._may_start = asyncio.Event()
         self._may_start.set()
@@ -181,9 +169,7 @@ class EngineManager:
     # ------------------------------------------------------------------------ the life of an engine
 
     async def _keep(self, engine: ManagedEngine) -> None:
-        """Follow the start of an engine, watch it and replace it, until the run or the engine
-        cannot go on.
-        """
+        """Start, watch and replace an engine, until the run or the engine cannot go on."""
         failures = 0
         try:
             while failures < ENGINE_STARTS and not self.failure:
@@ -216,8 +202,8 @@ class EngineManager:
             raise ProcessLost(self.failure)
 
     async def _start(self, engine: ManagedEngine) -> str:
-        """Wait until a starting engine is ready. Returns why it cannot start, or "". Raises
-        `RuntimeError` at the start of the run if its process lives.
+        """Wait for a start; returns why it failed, or "". Raises `RuntimeError` at the start of the
+        run if the process lives.
         """
         began, timeout_s = time.monotonic(), self._starts.timeout_s
         if not self._is_under_way:
@@ -247,8 +233,8 @@ class EngineManager:
         return f"engine {engine.number} {problem}"
 
     async def _watch(self, engine: ManagedEngine) -> str:
-        """Ask an engine for signs of life until it dies or hangs. Returns why it is to be replaced,
-        as a phrase that continues "engine 3".
+        """Ask for signs of life until the engine dies or hangs; returns a phrase that continues
+        "engine 3".
         """
         last, moved_at, stall_s = FIRST_PULSE, time.monotonic(), self._starts.stall_s
         while True:
@@ -281,7 +267,7 @@ class EngineManager:
             await asyncio.sleep(self._beat_s)
 
     async def _end(self, engine: ManagedEngine) -> None:
-        """Kill the processes of an engine; those of other hosts by Ray alone."""
+        """Kill the engine's processes; those of other hosts by Ray alone."""
         processes, engine.processes = engine.processes, []
         if not processes and engine.born is not None:
             born = CallOutcome.of(engine.born).answer
@@ -294,9 +280,7 @@ class EngineManager:
         await asyncio.to_thread(kill)
 
     def _give_up(self, engine: ManagedEngine, problem: str) -> None:
-        """Go on without an engine that cannot be started; raises `RuntimeError` if that is
-        impossible.
-        """
+        """Go on without an engine; raises `RuntimeError` if that is impossible."""
         engine.state = "given up"
         reason = f"{ENGINE_STARTS} starts of engine {engine.number} failed; the last: {problem}"
         left = sum(engine.state != "given up" for engine in self.engines)
@@ -306,23 +290,22 @@ class EngineManager:
         self._say(f"megarl: warning: {reason}; the run goes on with {left} of {count} engines")
 
     def _say(self, line: str) -> None:
-        """Write a line to the log of this process, and have rank 0 show it to the user."""
+        """To this process's log, and to the user by rank 0."""
         say(line)
         self._notices.append(line)
 
     # ---------------------------------------------------------------------------- calls of rank 0
 
     async def ready(self) -> str:
-        """Wait until all engines have been ready once; returns why one cannot start, or ""."""
+        """Wait until all were ready once; returns why one cannot start, or ""."""
         with contextlib.suppress(ProcessLost):
             await self._until(lambda: self._is_under_way, math.inf)  # `_start` has the deadline
         return self.failure
 
     async def hold(self, lost: Sequence[int] = ()) -> tuple[list[int], list[int], list[str]]:
-        """Begin a publication, or an attempt at it after the engines with the numbers `lost` have
-        failed, which are replaced. Engines that take turns with the trainer are all waited for.
-        Returns (numbers of the engines that are ready and take part, of those that have no weights
-        yet, lines to show to the user). Raises `ProcessLost` if no engine is ready.
+        """Begin an attempt to publish; the engines `lost` are replaced. Returns (numbers of the
+        ready engines, of those without weights, lines for the user). Raises `ProcessLost` if
+        none is ready.
         """
         for number in lost:
             self._lose(number)
@@ -339,9 +322,8 @@ class EngineManager:
         return [*self._members], fresh, notices
 
     async def admit(self) -> tuple[int, int]:
-        """Have the engines of the publication serve requests, since they have the weights. Returns
-        (number of engines replaced in the run so far, times that engines have pushed a running
-        request out of a full key-value cache). Raises `ProcessLost` if none has them.
+        """Let members serve. Returns (replacements, preemptions) so far. Raises `ProcessLost` if
+        none has weights.
         """
         self._is_published, self._is_publishing = True, False
         for number, handle in self._members.items():
@@ -359,9 +341,7 @@ class EngineManager:
         timeout_s: float,
         until: str = asyncio.FIRST_EXCEPTION,
     ) -> list[CallOutcome]:
-        """Call a method of each engine of the publication, with one of `arguments` each, and wait
-        at most `timeout_s` seconds, or until one fails. Returns a `CallOutcome` for each.
-        """
+        """Call a method of each member, with its `arguments`, until one fails or `timeout_s`."""
         calls = zip(self._members.values(), arguments, strict=True)
         self._calls = [
             asyncio.ensure_future(getattr(handle, method).remote(*words)) for handle, words in calls
@@ -371,16 +351,13 @@ class EngineManager:
     async def settled(
         self, timeout_s: float, until: str = asyncio.ALL_COMPLETED
     ) -> list[CallOutcome]:
-        """Wait at most `timeout_s` seconds until the newest call has ended on all engines, and
-        return a `CallOutcome` for each.
-        """
+        """Wait until the newest call has ended on all members."""
         await asyncio.wait(self._calls, timeout=timeout_s, return_when=until)
         return [CallOutcome.of(call) for call in self._calls]
 
     async def sleep(self, timeout_s: float) -> list[str]:
-        """Have all engines free their GPU memory for a colocated trainer, and wait until they have,
-        `timeout_s` seconds at most; one that dies or is late is killed, and replaced after the next
-        `hold`. Returns the errors of engines that live. Raises `ProcessLost` if none is left.
+        """Free all engines' GPU memory; one that dies or is late is killed, and replaced after the
+        next `hold`. Returns errors of engines that live. Raises `ProcessLost` if none is left.
         """
         self._may_start.clear()
         await self._until_all("ready", "lost", "ended", "given up")
@@ -390,9 +367,7 @@ class EngineManager:
         return failed
 
     async def wake(self, timeout_s: float) -> list[str]:
-        """Have all engines allocate GPU memory for their weights again, which a publication then
-        fills. Time limit, errors and lost engines are those of `sleep`.
-        """
+        """Allocate memory for weights; otherwise as `sleep`."""
         return await self._each("wake", timeout_s)
 
     async def _each(self, method: str, timeout_s: float) -> list[str]:
@@ -412,22 +387,19 @@ class EngineManager:
         return failed
 
     def _lose(self, number: int) -> None:
-        """Have an engine of the publication replaced, unless it was already."""
+        """Have a member replaced, unless it was already."""
         engine = self.engines[number]
         if engine.handle is self._members.get(number) and engine.watch is not None:
             engine.state, engine.has_weights = "lost", False
             engine.watch.cancel()
 
     async def _until_all(self, *states: str) -> None:
-        """Wait until each engine is in one of these states, as long as a start may take."""
         await self._until(
             lambda: all(engine.state in states for engine in self.engines), self._starts.timeout_s
         )
 
     async def _until(self, is_met: Callable[[], bool], timeout_s: float) -> None:
-        """Wait until `is_met()`. Raises `ProcessLost` after `timeout_s` seconds, and if no engine
-        can be used any more.
-        """
+        """Raises `ProcessLost` after `timeout_s`, and if no engine can be used any more."""
         end = time.monotonic() + timeout_s
         while not is_met():
             if self.failure:
@@ -440,7 +412,7 @@ class EngineManager:
             await asyncio.sleep(LOOK_S)
 
     async def close(self) -> None:
-        """Replace no engine any more, and stop those that do not stay after the run."""
+        """Stop the engines that do not stay after the run."""
         for life in [*self._lives, *(engine.watch for engine in self.engines if engine.watch)]:
             life.cancel()
         await asyncio.gather(*self._lives, return_exceptions=True)

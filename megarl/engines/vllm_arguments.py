@@ -1,4 +1,4 @@
-"""The arguments with which every vLLM engine is started, whether it generates or scores."""
+"""The arguments of every vLLM engine, whether it generates or scores."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.settings.rollout import EngineConfig
 
 WATERMARK = 0.05
-"""Fraction of the key-value cache that vLLM keeps free when it takes a further request. Without it
-the next tokens of running requests push some of these out, whose cache is then computed again."""
+"""Fraction of the key-value cache that stays free when vLLM takes a request. Without it running
+requests push each other out.
+"""
 
 
 def is_on_cpu(environment: dict[str, str]) -> bool:
-    """Whether an engine with these environment variables, which
-    `megarl.system.process_env.engine_environment` has made, runs on the CPU.
-    """
+    """Whether an engine with these variables (`engine_environment`) runs on the CPU."""
     return "VLLM_CPU_KVCACHE_SPACE" in environment
 
 
@@ -31,12 +30,10 @@ def engine_arguments(
     seed: int,
     on_cpu: bool,
 ) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `AsyncEngineArgs` for an engine with the settings `config`.
-    `model`: folder or hub name. `max_tokens`: longest sequence, prompt included. `seed`: for
-    requests that have no seed of their own. The engine only sees token ids, unless it also gets the
-    arguments of `tokenizer_arguments`.
+    """Arguments of vLLM's `AsyncEngineArgs`, for token ids only. `max_tokens`: longest sequence,
+    prompt included. `seed`: for requests without one.
     """
-    found: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "model": model,
         "trust_remote_code": trust_remote_code,
         "skip_tokenizer_init": True,
@@ -58,24 +55,24 @@ def engine_arguments(
     if on_cpu:
         # Half a prompt in one step would need a seeded generator to go back, which CPU generators
         # cannot.
-        found["enable_chunked_prefill"] = False
+        arguments["enable_chunked_prefill"] = False
         # vLLM's default of 128 leaves shorter prompts out of the prefix cache: each sample of a
         # group would compute its prompt again. 32 is the smallest that the CPU attention takes;
         # for MLA vLLM sets a size of its own, with a warning.
-        found["block_size"] = 32
+        arguments["block_size"] = 32
     if config.tensor > 1 or on_cpu:
         # Its ranks are processes of its own: inside a placement group vLLM would ask Ray for them.
-        found["distributed_executor_backend"] = "mp" if config.tensor > 1 else "uni"
-    return found
+        arguments["distributed_executor_backend"] = "mp" if config.tensor > 1 else "uni"
+    return arguments
 
 
 @contextlib.contextmanager
 def tokenizer_arguments(name: str, *, trust_remote_code: bool = False) -> Iterator[dict[str, Any]]:
-    """A context manager in which a vLLM engine is to be started with these further arguments, by
-    which it writes text with the tokenizer `name` (see `load_tokenizer`); none if `name` is empty.
+    """In this block, start an engine with these further arguments, so that it writes text; none if
+    `name` is empty.
 
-    vLLM gets the tokenizer as a folder that was saved from the loaded one: from a model's folder it
-    would build that of the tokenizer's class, whose ids may be others than those of tokenizer.json.
+    vLLM gets the loaded tokenizer as a folder: from a model's folder it would build that of the
+    class, whose ids may differ.
     """
     if not name:
         yield {}

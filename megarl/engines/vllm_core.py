@@ -1,10 +1,8 @@
-"""Starts vLLM's engine core, the second process of an engine, in which vLLM computes: on the CPU
-from a fork server, so that both processes import vLLM at the same time.
+"""Starts vLLM's engine core, the process in which vLLM computes.
 
-In a Ray actor vLLM uses the start method `spawn`: the core imports torch and vLLM only once the
-actor has imported them, 8 s later. On a GPU the core is spawned: there a process must not fork
-after CUDA is initialised. In both cases the core ends with its actor, which vLLM's does not if the
-actor is killed: it would keep its GPU memory.
+vLLM would spawn it once the actor has imported torch and vLLM, 8 s later. On the CPU it is forked
+from a server that imports vLLM meanwhile; on a GPU spawned, as no process may fork after CUDA is
+initialised. It ends with its actor, even a killed one, whose GPU memory it would keep.
 """
 
 from __future__ import annotations
@@ -35,38 +33,27 @@ from megarl.system.quick_imports import quick_imports
 from megarl.system.spans import Recording
 
 CORE_IMPORTS = "megarl.engines.core_imports"
-"""Module that imports vLLM's engine core."""
 
 
 class VllmProcess:
-    """Base class of an object that owns an `AsyncLLM` of vLLM, which computes in processes of its
-    own. A subclass starts the `AsyncLLM` and sets `_llm` to it.
-    """
+    """Base class of owners of an `AsyncLLM`, which a subclass starts and sets as `_llm`."""
 
     _llm: Any = None
-    """The `AsyncLLM`; None before the start."""
 
     @property
     def is_lost(self) -> bool:
-        """Whether one of vLLM's processes has died, so that no request will be answered any more.
-        To be read only after the start.
-        """
+        """Whether one of vLLM's processes has died; only after the start."""
         return self._llm.errored
 
     async def stop(self) -> None:
-        """Shut down vLLM's processes, without blocking the event loop; before the start it does
-        nothing.
-        """
         if self._llm is not None:
             await asyncio.get_running_loop().run_in_executor(None, self._llm.shutdown)
 
 
 @contextlib.contextmanager
 def vllm_imports(*, on_cpu: bool) -> Iterator[None]:
-    """A context manager for the statements that import vLLM. It changes how vLLM will start its
-    engine core, the process in which vLLM computes: the core will be killed when this process ends.
-    If `on_cpu`, the core will be forked from a fork server, which imports vLLM at the same time as
-    this process; otherwise it will be spawned.
+    """For the statements that import vLLM: its core will be killed when this process ends, and is
+    forked if `on_cpu`.
     """
     if on_cpu:
         preload_openmp()
@@ -81,23 +68,20 @@ def vllm_imports(*, on_cpu: bool) -> Iterator[None]:
 
 
 def preload_openmp() -> None:
-    """Set LD_PRELOAD in this process's environment, so that child processes started afterwards load
-    torch's OpenMP library. vLLM does so for its engine core: if the system's OpenMP library is
-    loaded too, several threads run on one core. An LD_PRELOAD that names an OpenMP library already
-    is not changed.
+    """Have child processes load torch's OpenMP, as vLLM does: with the system's too, several
+    threads run on one core. Keeps an LD_PRELOAD that names one.
     """
     spec = find_spec("torch")
     assert spec is not None and spec.origin is not None
-    found = glob.glob(str(Path(spec.origin).parent / "lib" / "libgomp*.so*"))
+    libraries = glob.glob(str(Path(spec.origin).parent / "lib" / "libgomp*.so*"))
     before = os.environ.get("LD_PRELOAD", "")
-    if found and "omp" not in before:
-        os.environ["LD_PRELOAD"] = ":".join(filter(None, [before, found[0]]))
+    if libraries and "omp" not in before:
+        os.environ["LD_PRELOAD"] = ":".join(filter(None, [before, libraries[0]]))
 
 
 class SpawnedCoreContext(SpawnContext):
-    """The multiprocessing context with which vLLM spawns its engine core on a GPU, and with which
-    the engine core spawns its tensor-parallel workers, as daemons. A process made with this context
-    is killed when the process that made it ends.
+    """Spawns vLLM's core on a GPU, and the core's tensor-parallel workers, as daemons; they end
+    with their maker.
     """
 
     def Process(  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -114,9 +98,8 @@ class SpawnedCoreContext(SpawnContext):
 
 
 class CoreContext(ForkServerContext):
-    """The multiprocessing context with which vLLM forks its engine core on the CPU from a fork
-    server. A process made with this context gets its maker's present environment variables, not
-    those that the fork server was started with, and is killed when its maker ends.
+    """Forks vLLM's core on the CPU, with its maker's environment variables; it ends with its
+    maker.
     """
 
     def Process(  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -133,10 +116,8 @@ def run_in_environment(
     kwargs: dict[str, Any],
     recording: tuple[Recording, str] | None,
 ) -> None:
-    """First function of a new process: call `target(**kwargs)`, and kill the process when the
-    process with the id `owner` ends. `environment`: all variables that this process is to have;
-    None to leave them. `recording`: (where the run's processes record timelines of what they do,
-    this process's name there); None to record nothing.
+    """First function of a new process, killed when the process `owner` ends. `environment`: all its
+    variables; None to leave them.
     """
     if environment is not None:
         os.environ.clear()
@@ -149,10 +130,8 @@ def run_in_environment(
 
 
 def name_shared_memory() -> None:
-    """Make the shared memory of this process, and of the workers that vLLM starts from it, have
-    names that begin with the name of the run's temporary folder. At the end of the run, shared
-    memory with such names is removed, since vLLM does not always remove its own, and none if it is
-    killed.
+    """Give the shared memory of this process and its workers names of the run's temporary folder,
+    by which it is removed at the end: vLLM does not always do so.
     """
     import vllm.v1.executor.multiproc_executor as executor
 
@@ -167,9 +146,8 @@ def name_shared_memory() -> None:
 
 
 def end_with(owner: int) -> None:
-    """Wait until the process with the id `owner` has ended, then kill this process by SIGKILL; run
-    in a thread. Without this, an engine core would outlive its engine's process if that is killed:
-    the core's parent is the fork server, which lives as long as the core.
+    """Kill this process once `owner` has ended; in a thread. A core's parent is the fork server,
+    which lives on.
     """
     with contextlib.suppress(ProcessLookupError):  # it has ended already
         select.select([os.pidfd_open(owner)], [], [])

@@ -1,10 +1,4 @@
-"""The inference engine `vllm`: vLLM's AsyncLLM in a process of its own. Token ids in, token ids and
-their log-probs out.
-
-`Engine` is a plain class; the Ray actor `megarl.engines.remote.EngineActor` has one. Weights arrive
-through vLLM's weight-transfer interface. The trainer sends version 0 like every other version, so
-that no engine reads a checkpoint.
-"""
+"""The engine `vllm`: vLLM's AsyncLLM, with weights through its weight-transfer interface."""
 
 from __future__ import annotations
 
@@ -26,28 +20,23 @@ from megarl.types import Segment, TokenArrays
 from megarl.weights.weight_receipts import receipt_of_adapter
 
 BACKEND = "megarl"
-"""Name under which megarl's weight transfer is registered in vLLM."""
+"""Name of megarl's weight transfer in vLLM."""
 
 ADAPTER = "policy"
-"""Name of the policy's LoRA adapters in vLLM."""
+"""Name of the LoRA adapters in vLLM."""
 
 UNPUBLISHED = -1
-"""Version of weights that the trainer has not published, or that vLLM does not name."""
+"""Version of weights that were not published, or that vLLM does not name."""
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The ranks for which vLLM 0.32 can keep room; an adapter may have a lower one."""
+"""For which vLLM 0.32 can keep room; adapters may have lower ones."""
 
 WORKER_EXTENSION = "megarl.weights.receiver.WeightSyncWorker"
-"""Import path of the class that extends vLLM's workers; importing its module registers `BACKEND`.
-"""
+"""Importing its module registers `BACKEND`."""
 
 
 class Engine(VllmProcess):
-    """One vLLM engine, of one or more tensor-parallel ranks: generates and scores tokens, receives
-    the trainer's weights while requests are open, and sleeps where a colocated trainer needs its
-    GPUs. All methods must run in one event loop, where they may run concurrently; call `start`
-    first. Errors of vLLM are raised unchanged.
-    """
+    """One vLLM engine (`InferenceEngine`). Errors of vLLM are raised unchanged."""
 
     def __init__(
         self,
@@ -66,13 +55,10 @@ class Engine(VllmProcess):
         tokenizer: str = "",
         adapter_rank: int = 0,
     ) -> None:
-        """`number`: of the engine in the run. `model`: folder or hub name. `max_tokens`: longest
-        sequence, prompt included. `environment`: variables to set in this process now, before vLLM
-        is imported. `load`: read the model's weights from disk; otherwise they are random until
-        version 0 arrives. `sleeps`: the engine can free its GPU memory for a colocated trainer and
-        allocate it again. `sampling`: how to sample, if a request does not say. `tokenizer`: as
-        `load_tokenizer` reads it, needed for stop texts; else empty. `adapter_rank`: rank of the
-        LoRA adapters that `load_adapter` will bring; 0 for none.
+        """`max_tokens`: longest sequence, prompt included. `environment`: variables to set before
+        vLLM is imported. `load`: read weights from disk; else they are random until version 0.
+        `sleeps`: can free its GPU memory. `sampling`: where a request does not say. `tokenizer`:
+        needed for stop texts. `adapter_rank`: of LoRA adapters to come; 0 for none.
         """
         os.environ.update(environment)  # before vLLM is imported: it reads them once
         self.number, self.config, self.stop_token_ids = number, config, stop_token_ids
@@ -82,14 +68,12 @@ class Engine(VllmProcess):
         self._open = 0
         """Requests that are not yet answered."""
         self._pauses = Pauses()
-        """A failed update leaves generation paused: the next one that succeeds ends the pause."""
+        """A failed update leaves generation paused until one succeeds."""
         self._steps, self._tokens = 0, 0
-        """Engine steps, and tokens generated, so far."""
         self._preemptions = 0
         self._prompt_tokens, self._cached_tokens = 0, 0
-        """Prompt tokens of all answered requests, and how many of them were in the cache."""
         self._lora: Any = None
-        """vLLM's request for the published adapters; None until there are some."""
+        """vLLM's request for the published adapters."""
         self._on_cpu, self._tokenizer = is_on_cpu(environment), tokenizer
         self._arguments: dict[str, Any] = engine_arguments(
             config,
@@ -112,9 +96,7 @@ class Engine(VllmProcess):
             self._arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
 
     async def start(self) -> None:
-        """Start vLLM's processes, load the model and allocate the key-value cache; blocks the event
-        loop meanwhile. Errors of vLLM are raised unchanged.
-        """
+        """Blocks the event loop."""
         with vllm_imports(on_cpu=self._on_cpu):
             from vllm import AsyncEngineArgs, SamplingParams
             from vllm.config import WeightTransferConfig
@@ -150,11 +132,8 @@ class Engine(VllmProcess):
         sampling: Sampling | None = None,
         stop: Sequence[str] = (),
     ) -> Segment:
-        """Sample one response to the token ids `prompt_ids`, of at most `max_tokens` tokens, a
-        final end-of-sequence token or stop text included. `temperature` 0 is greedy. `sampling`:
-        None for the engine's own. `stop`: further texts at which the response ends, which may be
-        those of special tokens. Returns a segment of kind "model": int32 token ids and float32
-        log-probs at `temperature`, and which weight versions have generated how many of the tokens.
+        """`max_tokens` includes a final end-of-sequence token or stop text. `stop`: further texts,
+        which may be special tokens.
         """
         chosen = sampling or self.sampling
         truncation: dict[str, Any] = chosen.truncation if temperature > 0 else {}
@@ -197,22 +176,16 @@ class Engine(VllmProcess):
         )
 
     async def score(self, token_ids: list[int], adapted: bool = True) -> list[float]:
-        """Log-probs of `token_ids[1:]`, each given the tokens before it, at temperature 1, by the
-        present weights; with `adapted` False without LoRA adapters.
-        """
         sampling = self._sampling(
             max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False
         )
         prompt = {"prompt_token_ids": token_ids, "cache_salt": f"v{self.version}"}
         final = await self._run(prompt, sampling, "score", adapted=adapted)
         assert final.prompt_logprobs is not None
-        given: Any = final.prompt_logprobs[1:]
-        return [entry[token].logprob for token, entry in zip(token_ids[1:], given, strict=True)]
+        entries: Any = final.prompt_logprobs[1:]
+        return [entry[token].logprob for token, entry in zip(token_ids[1:], entries, strict=True)]
 
     async def pulse(self) -> Pulse:
-        """The engine's sign of life: counts of engine steps, tokens and open requests so far,
-        whether generation is paused, and whether one of vLLM's processes is dead.
-        """
         return Pulse(
             steps=self._steps,
             tokens=self._tokens,
@@ -225,15 +198,11 @@ class Engine(VllmProcess):
         )
 
     async def paused_s(self, last_s: float) -> float:
-        """For how many of the last `last_s` seconds generation was paused on purpose, because
-        weights arrived or the engine slept.
-        """
         return self._pauses.within(last_s)
 
     def _count_steps(self) -> None:
-        """Count the outputs of vLLM's core, one a step, and their tokens and preemptions. A logger
-        of vLLM's statistics would count them too, but takes Prometheus' metrics of every token
-        along.
+        """Count outputs of vLLM's core, one a step. A logger of vLLM's statistics takes Prometheus'
+        metrics of every token along.
         """
         from vllm.v1.engine import EngineCoreEventType
 
@@ -244,8 +213,8 @@ class Engine(VllmProcess):
         async def counted() -> Any:
             outputs = await next_output()
             self._steps += 1
-            self._tokens += sum(len(one.new_token_ids) for one in outputs.outputs)
-            for event in (event for one in outputs.outputs for event in one.events or ()):
+            self._tokens += sum(len(output.new_token_ids) for output in outputs.outputs)
+            for event in (event for output in outputs.outputs for event in output.events or ()):
                 # A pause for new weights pushes out every running request.
                 is_full = event.type == preempted and not self._pauses.had(event.timestamp)
                 self._preemptions += is_full
@@ -254,26 +223,15 @@ class Engine(VllmProcess):
         core.get_output_async = counted
 
     async def connect(self, info: dict[str, Any]) -> None:
-        """Tell the engine's ranks where they receive weights from, and have them connect. `info`: a
-        dict with "transport" (its name), "spec" (the fields of a `RouteSpec`, by which both sides
-        plan the transfer), "engine" (the engine's position among those that receive), "init_info"
-        (what the transport's sender says, such as addresses), and "table" (the model's parameter
-        table as JSON text). Raises `RuntimeError` if a rank cannot receive weights.
-        """
+        """Raises `RuntimeError` if a rank cannot receive weights."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
         self._refuse_problem(await self._llm.collective_rpc("megarl_weight_status"))
 
     async def update(self, version: int, timeout_s: float) -> list[dict[str, Any]]:
-        """Receive the weights of `version` from the trainer in at most `timeout_s` seconds, while
-        requests are open. Returns for each engine rank {"version", "digests": [one int64 for each
-        tensor], "seconds": {part: s}, "problem": ""}.
-
-        Generation pauses, then open requests continue: their key-value cache is recomputed with the
-        new weights, and the version of each token is recorded. Raises `RuntimeError` if a rank
-        failed. The weights are then a mix of versions, and generation stays paused until an update
-        succeeds.
+        """Generation pauses, then open requests continue with a recomputed cache. Raises
+        `RuntimeError` if a rank failed; generation then stays paused until an update succeeds.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
@@ -296,11 +254,7 @@ class Engine(VllmProcess):
         return owned
 
     async def load_adapter(self, version: int, files: dict[str, bytes]) -> dict[str, Any]:
-        """Load the LoRA adapters in `files` ({file name: content}, in PEFT's format) as the weights
-        of `version`, in the place of earlier adapters. Generation pauses, then open requests
-        continue with the new adapters. Returns {"version": the same, "receipt": digest of `files`}.
-        Raises `RuntimeError` if vLLM's ranks do not list the adapters.
-        """
+        """Replaces earlier adapters. Raises `RuntimeError` if vLLM does not list these."""
         from vllm.lora.request import LoRARequest
 
         self._pauses.begin()
@@ -319,8 +273,8 @@ class Engine(VllmProcess):
         return {"version": version, "receipt": receipt_of_adapter(files)}
 
     def _refuse_problem(self, owned: list[dict[str, Any]]) -> None:
-        """Raise `RuntimeError` if an engine rank reports a problem. The ranks report problems
-        instead of raising, since vLLM does not expect a single rank to fail.
+        """Raise `RuntimeError` if a rank reports a problem: vLLM does not expect one rank to
+        raise.
         """
         for rank, answer in enumerate(owned):
             if answer["problem"]:
@@ -329,25 +283,19 @@ class Engine(VllmProcess):
                 )
 
     async def sleep(self) -> None:
-        """Free the GPU memory of weights and key-value cache for a colocated trainer; on the CPU
-        only generation pauses. Open requests wait until `wake` and then `update` were called.
-        """
+        """On the CPU only generation pauses."""
         self._pauses.begin()
         await self._llm.sleep(level=2, mode="keep")
         self._asleep = True
 
     async def wake(self) -> None:
-        """Allocate the memory of the weights again, uninitialised. The next `update` fills the
-        weights, allocates the key-value cache and resumes generation.
-        """
+        """The next `update` fills the weights and allocates the key-value cache."""
         await self._llm.wake_up(tags=["weights"])
 
     async def _run(
         self, prompt: dict[str, Any], sampling: Any, kind: str, *, adapted: bool = True
     ) -> Any:
-        """The last output of vLLM for a request, with the adapters if there are some and it is
-        `adapted`.
-        """
+        """The last output of vLLM for a request."""
         final = None
         self._open += 1
         try:

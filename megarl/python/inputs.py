@@ -17,9 +17,9 @@ from megarl.settings.schema import require, shortened
 from megarl.system.files import new_file
 
 Rows = Iterable[Mapping[str, Any]]
-"""Data: a list of dicts, a `datasets.Dataset`, or anything else that yields a dict for each row."""
+"""A list of dicts, a `datasets.Dataset`, or anything else that yields dicts."""
 INPUTS = "inputs"
-"""Folder in the run folder with what the caller of `Trainer` has given as Python objects."""
+"""Folder in the run folder."""
 BY_VALUE = """# Written by megarl.Trainer: its arguments {names}, functions by value.
 import pickle
 import sys
@@ -30,35 +30,33 @@ sys.path += [path for path in {paths!r} if path not in sys.path]
 
 
 class GivenObjects:
-    """What the caller of `Trainer` gives as Python objects: named in the settings of the recipe,
-    and written to files of the run folder that are named by their content. So a file never changes,
-    and a resumed run knows by the name whether it has the same one.
+    """Names Python objects in the recipe's settings, and writes them to files named by their
+    content: a file never changes, and a resumed run finds the same one.
     """
 
     def __init__(self, tree: dict[str, Any]) -> None:
-        """`tree`: the settings of the recipe as nested dicts, which this object changes."""
+        """`tree`: the recipe's settings, which this object changes."""
         self._tree, self._files = tree, dict[Path, bytes]()
         self.keys = set[str]()
-        """The dotted settings that name what was given."""
+        """Dotted settings that name what was given."""
         folder = str(tree.get("folder", ""))
         with contextlib.suppress(ValueError):  # which reading the recipe tells with its key
             folder = recipe_paths.expanded(folder)
         self._folder = Path(folder).absolute() / INPUTS
 
     def functions(self, given: dict[str, Callable[..., Any] | None], keys: dict[str, str]) -> None:
-        """Set settings to functions that run in one process, where those that are copied share
-        their globals. `given`: {argument of `Trainer`: function, or None to leave the setting};
-        `keys`: {argument: key of the setting}.
+        """`given`: {argument of `Trainer`: function, or None to leave the setting}; `keys`:
+        {argument: setting}. Copied functions share their globals.
         """
         copied: dict[str, Callable[..., Any]] = {}
         for name, function in given.items():
             if function is None:
                 continue
-            said = f"{name} is {shortened(repr(function))}, which is no function"
-            require(callable(function), f"{said}; set {keys[name]} for a name")
+            problem = f"{name} is {shortened(repr(function))}, which is no function"
+            require(callable(function), f"{problem}; set {keys[name]} for a name")
             self.keys.add(keys[name])
-            if found := _importable(function):
-                put(self._tree, keys[name].split("."), found)
+            if path := _importable(function):
+                put(self._tree, keys[name].split("."), path)
             else:
                 copied[name] = function
         if copied:
@@ -69,9 +67,7 @@ class GivenObjects:
                 put(self._tree, keys[name].split("."), f"{file}:{name}")
 
     def rows(self, name: str, given: Rows | None, key: str) -> None:
-        """Set the setting `key` to a file of rows, the argument `name` of `Trainer`; None: leave
-        it.
-        """
+        """`name`: argument of `Trainer`; `key`: the setting."""
         if given is not None:
             lines = [_json_line(row, f"{name}[{n}]") for n, row in enumerate(given)]
             self.keys.add(key)
@@ -84,7 +80,7 @@ class GivenObjects:
         return str(path)
 
     def write(self) -> None:
-        """Write the files that are not there. Raises `ValueError` if that is not possible."""
+        """Write the files that are missing. Raises `ValueError` if that is impossible."""
         try:
             for path, content in self._files.items():
                 if not path.exists():
@@ -100,8 +96,8 @@ class GivenObjects:
 
 
 def _importable(function: Any) -> str:
-    """`path/to/file.py:name`, under which other processes find a function that stands at the top of
-    a file of its own; "" for any other: of `__main__`, of a package, inside of another function.
+    """`path/to/file.py:name` of a function at the top of a file of its own; "" for any other: of
+    `__main__`, of a package, inside of another function.
     """
     module = sys.modules.get(getattr(function, "__module__", None) or "__main__")
     file, name = getattr(module, "__file__", None) or "", getattr(function, "__qualname__", "")
@@ -113,27 +109,26 @@ def _importable(function: Any) -> str:
 
 
 def _pickled(functions: dict[str, Callable[..., Any]]) -> bytes:
-    """cloudpickle's bytes of the list of `functions`. Raises `ValueError` if that is impossible."""
+    """Raises `ValueError` for what cloudpickle cannot take."""
     import cloudpickle
 
     try:
         return cloudpickle.dumps([*functions.values()])
     except Exception as error:
-        said = shortened(f"{type(error).__name__}: {error}", 300)
-        found = ", ".join(getattr(one, "__qualname__", str(one)) for one in functions.values())
+        reason = shortened(f"{type(error).__name__}: {error}", 300)
+        names = ", ".join(getattr(f, "__qualname__", str(f)) for f in functions.values())
         raise ValueError(
-            f"{', '.join(functions)}: {found} cannot be sent to the processes of a run ({said});"
+            f"{', '.join(functions)}: {names} cannot be sent to the processes of a run ({reason});"
             " make what it uses inside of it, or import it from a .py file"
         ) from None
 
 
 def _folders() -> list[str]:
-    """The folders from which this process imports, as absolute paths."""
     return [os.path.abspath(path) for path in sys.path]
 
 
 def _json_line(row: Any, name: str) -> bytes:
-    """A row of data as a line of JSON; `name` is what messages call it."""
+    """`name`: of the row, in messages."""
     fix = "give a list of dicts of texts, numbers and lists"
     require(isinstance(row, Mapping), f"{name} is {type(row).__name__}, not a dict; {fix}")
     try:

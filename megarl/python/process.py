@@ -1,5 +1,5 @@
-"""A command of megarl in a process of its own, as its caller sees it: what it prints, and the files
-of the run folder that grow while it runs.
+"""A command of megarl in a process of its own, as its caller sees it, and run files that grow
+meanwhile.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def last_start(folder: Path) -> bytes:
 
 
 class GrowingFile:
-    """A JSON-lines file of a run folder that a run is about to write."""
+    """A JSON-lines file that a run is about to write."""
 
     def __init__(self, path: Path, told: dict[str, int]) -> None:
-        """`told`: {name of the file: number of its lines that the caller has been told}; a file
-        that is not there gets the number of the lines that the run keeps of an earlier one.
+        """`told`: {file name: lines that the caller has been told}; a missing file gets those that
+        the run keeps.
         """
         from megarl.observe.sinks import read_records
 
@@ -51,8 +51,8 @@ class GrowingFile:
         self._old = [row["step"] for row in read_records(path)]
 
     def read(self, done: float) -> list[dict[str, Any]]:
-        """The lines that have been added since the last call, each as a dict with `step`. `done`:
-        the steps that the run had done as it started, whose lines it has kept; infinity for all.
+        """The new lines. `done`: steps that the run had done at its start, whose lines it kept;
+        infinity for all.
         """
         lines, known = list[bytes](), 0
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
@@ -68,9 +68,8 @@ class GrowingFile:
 
 
 class RunProcess:
-    """A command of megarl in a process of its own, whose standard error is passed on: a context
-    manager. At the end of the block a process that still runs is told to save and end, and waited
-    for.
+    """A command in a process of its own. Standard error is passed on. At the end of the block it is
+    told to save and end.
     """
 
     def __init__(
@@ -82,14 +81,15 @@ class RunProcess:
         environment: Mapping[str, str] = MappingProxyType({}),
         module: str = "megarl",
     ) -> None:
-        """Start `python -m MODULE COMMAND RECIPE`, with the recipe `config` in a temporary file.
-        `ranks`: number of training processes on this machine. `environment`: variables to set.
+        """Start `python -m MODULE COMMAND RECIPE`. `ranks`: training processes; `environment`:
+        variables to set.
         """
         self._command, self._said = command, ""
         self._said_last: bytes | None = None
         """What the process has printed, once it has ended."""
         self._place = tempfile.TemporaryDirectory(prefix="megarl-")
-        recipe, self._printed = (Path(self._place.name, one) for one in ("recipe.yaml", "printed"))
+        names = "recipe.yaml", "printed"
+        recipe, self._printed = (Path(self._place.name, name) for name in names)
         recipe.write_text(configs.dump(config), encoding="utf-8")
         launcher = ["megarl.parallel.torchrun", "--nproc-per-node", str(ranks), "-m"]
         words = [*(launcher if ranks > 1 else []), module, command, str(recipe)]
@@ -122,9 +122,7 @@ class RunProcess:
         self.close()
 
     def close(self) -> None:
-        """Tell a process that still runs to save and end, and wait for it; a second call does
-        nothing.
-        """
+        """Tell a process that still runs to save and end, and wait."""
         if self._said_last is not None:
             return
         while self._process.poll() is None:
@@ -136,23 +134,23 @@ class RunProcess:
         self._place.cleanup()
 
     def printed(self) -> bytes:
-        """What the process has written on standard output so far; in the block."""
+        """Standard output so far, in the block."""
         return self._printed.read_bytes()
 
     def is_over(self, within_s: float | None) -> bool:
-        """Whether the process has ended, waiting for that at most so many seconds."""
+        """Waits `within_s` at most."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(within_s)
         return self._process.returncode is not None
 
     def summary(self) -> Any:
-        """What the command has printed, as the value of JSON; after the block. Raises `ValueError`
-        for a mistake of the user and `RuntimeError` for any other failure.
+        """The JSON that the command has printed, after the block. Raises `ValueError` for a mistake
+        of the user, `RuntimeError` for any other failure.
         """
         code = self._process.returncode
         if code == 2:
-            said = self._said.removeprefix("megarl: error: ")
-            raise ValueError(said.replace("(torchrun --nproc-per-node)", "(the argument ranks)"))
+            message = self._said.removeprefix("megarl: error: ")
+            raise ValueError(message.replace("(torchrun --nproc-per-node)", "(the argument ranks)"))
         if code != 0:
             raise RuntimeError(self._said or f"megarl {self._command} ended with exit code {code}")
         return json.loads(self._said_last or b"")

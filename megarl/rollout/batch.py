@@ -1,6 +1,5 @@
-"""A step's groups (all rollouts of a prompt) are divided over the data-parallel ranks as plans:
-lengths, rewards and references to token arrays. A rank fetches the arrays of its own samples and
-assembles its `StepBatch`.
+"""A step's groups, divided over the data-parallel ranks as plans without token arrays. A rank
+fetches the arrays of its own samples.
 
     groups --shares--> StepGroups --plan(data rank)--> SharePlan --assemble--> StepBatch
 """
@@ -22,141 +21,119 @@ from megarl.settings.objectives import TruncatedName
 from megarl.types import COLUMNS, Group, Rollout, Samples, Segment, StepBatch, TokenArrays
 
 Fetch = Callable[[Sequence[Any]], Sequence[TokenArrays]]
-"""A function that loads token arrays: gets references to them (values of `Segment.arrays`), and
-returns the arrays in the same order."""
+"""Loads token arrays by values of `Segment.arrays`, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplePlan:
-    """One sample of a step: a prompt with one rollout. So that it is cheap to send, its `segments`
-    do not hold the arrays of token ids and log-probs, but references to the arrays in Ray's object
-    store.
+    """One sample of a step; its segments have references instead of arrays, so that it is cheap to
+    send.
     """
 
     sample_id: int
-    """Index of the sample in the step, from 0."""
+    """Index in the step."""
     prompt_ids: np.ndarray
-    """[P] int32 prompt tokens; all samples of a group share one array."""
+    """[P] int32; all samples of a group share one array."""
     segments: list[Segment]
     final_reward: float
-    """Reward at the end of the rollout; those of earlier turns are in the segments."""
+    """Those of earlier turns are in the segments."""
     is_trained: bool = True
-    """False for a greedy response, which others are compared with, and for one that was cut off
-    and is to be left out of the loss."""
+    """False for a greedy response, and for one that was cut off and is left out."""
 
     @property
     def length(self) -> int:
-        """Number of tokens of prompt and segments together."""
-        return len(self.prompt_ids) + sum(part.num_tokens for part in self.segments)
+        """Tokens of prompt and segments."""
+        return len(self.prompt_ids) + sum(segment.num_tokens for segment in self.segments)
 
     @property
     def branches(self) -> np.ndarray:
-        """[B, 2] int64, each place where a token does not continue the one before it, as (index of
-        that token, index of the token that it continues, or -1 for none), counted from the first
-        token of the prompt; no rows for a rollout that is one chain.
-        """
-        found, end = list[tuple[int, int]](), len(self.prompt_ids)
+        """[B, 2] as `Samples.branches`, counted from the prompt's first token."""
+        rows, end = list[tuple[int, int]](), len(self.prompt_ids)
         lasts = [end - 1]  # of the prompt and of each segment; an empty one ends where it begins
-        for part in self.segments:
+        for segment in self.segments:
             before = (
                 -1
-                if part.follows == -1
-                else lasts[-1 if part.follows is None else 1 + part.follows]
+                if segment.follows == -1
+                else lasts[-1 if segment.follows is None else 1 + segment.follows]
             )
-            if part.num_tokens and before != end - 1:
-                found.append((end, before))
-            end += part.num_tokens
-            lasts.append(end - 1 if part.num_tokens else before)
-        return np.array(found, np.int64).reshape(-1, 2)
+            if segment.num_tokens and before != end - 1:
+                rows.append((end, before))
+            end += segment.num_tokens
+            lasts.append(end - 1 if segment.num_tokens else before)
+        return np.array(rows, np.int64).reshape(-1, 2)
 
     @property
     def computed(self) -> int:
-        """Number of tokens that training computes for the sample: its own, and some once more where
-        it branches.
-        """
+        """Tokens that training computes: its own, and some once more where it branches."""
         branches = self.branches
         if not len(branches):
             return self.length
-        kinds = [False, *(part.kind == "model" and self.is_trained for part in self.segments)]
-        tokens = [len(self.prompt_ids), *(part.num_tokens for part in self.segments)]
+        kinds = [False, *(segment.kind == "model" and self.is_trained for segment in self.segments)]
+        tokens = [len(self.prompt_ids), *(segment.num_tokens for segment in self.segments)]
         return self.length + len(copied(branches, np.repeat(kinds, tokens)))
 
 
 @dataclass(frozen=True, slots=True)
 class SharePlan:
-    """The samples of a step that one data-parallel rank trains on, without their token arrays. The
-    rollout service sends it to the rank, which makes a `StepBatch` of it by `assemble`.
-    """
+    """The samples of a step that one rank trains on, without token arrays."""
 
     batch: StepBatch
-    """The rank's `StepBatch`, in which only `samples` is still to be filled."""
+    """The rank's `StepBatch`, still without `samples`."""
     parts: list[list[SamplePlan]]
-    """For each mini-batch, the samples of this rank."""
+    """For each mini-batch, the rank's samples."""
 
 
 @dataclass(frozen=True)
 class StepGroups:
-    """All samples of a step, divided over the data-parallel ranks by `shares`: for each rank the
-    plan (`SharePlan`) of what it trains on, and the groups to show as text.
-    """
+    """All samples of a step, divided over the ranks."""
 
     step: int
     plans: list[SharePlan]
-    """For each data-parallel rank, its samples."""
+    """By data-parallel rank."""
     shown: list[Group] = field(default_factory=list)
-    """Groups whose text is written to the transcripts."""
+    """Groups whose text goes to the transcripts."""
 
     def share(self, data_rank: int) -> StepBatch:
-        """The batch that the rank `data_rank` trains on: token ids, log-probs and rewards for each
-        mini-batch. Works only if the segments hold their token arrays; for segments with references
-        to arrays in Ray's object store use `assemble`.
-        """
+        """A rank's batch, if the segments hold their token arrays."""
         return assemble(self.plans[data_rank], list)
 
 
 def assemble(plan: SharePlan, fetch: Fetch) -> StepBatch:
-    """The batch that a data-parallel rank trains on, with the token ids, log-probs and rewards of
-    its samples. `plan`: what the rollout service has sent the rank, the samples without these
-    arrays; not changed. `fetch`: function that returns the token arrays for a list of references to
-    them (`Segment.arrays`), in that order; called once.
-    """
-    segments = [part for samples in plan.parts for one in samples for part in one.segments]
-    arrays = iter(fetch([part.arrays for part in segments]))
+    """The batch of a rank. `fetch` is called once."""
+    segments = [turn for samples in plan.parts for sample in samples for turn in sample.segments]
+    arrays = iter(fetch([turn.arrays for turn in segments]))
     return replace(plan.batch, samples=[_columns(samples, arrays) for samples in plan.parts])
 
 
 def _columns(samples: list[SamplePlan], arrays: Any) -> Samples:
-    """Concatenate prompts and segments of `samples` into per-token columns. The tokens are those
-    sampled; text is not tokenised again. `arrays` yields the `TokenArrays` of the segments in
-    order.
-    """
-    offsets = np.cumsum([0, *(one.length for one in samples)], dtype=np.int64)
-    made = {name: np.zeros(offsets[-1], dtype) for name, dtype in COLUMNS.items()}
+    """Per-token columns of the samples. `arrays` yields the segments' `TokenArrays`, in order."""
+    offsets = np.cumsum([0, *(sample.length for sample in samples)], dtype=np.int64)
+    columns = {name: np.zeros(offsets[-1], dtype) for name, dtype in COLUMNS.items()}
     branches = [np.zeros((0, 2), np.int64)]
-    for one, start in zip(samples, offsets[:-1].tolist(), strict=True):
-        branches.append(one.branches)
+    for sample, start in zip(samples, offsets[:-1].tolist(), strict=True):
+        branches.append(sample.branches)
         branches[-1][branches[-1] >= 0] += start
-        first, end = start, start + len(one.prompt_ids)
-        made["token_ids"][start:end] = one.prompt_ids
+        first, end = start, start + len(sample.prompt_ids)
+        columns["token_ids"][start:end] = sample.prompt_ids
         answered = end - 1
-        for part in one.segments:
-            start, end = end, end + part.num_tokens
+        for segment in sample.segments:
+            start, end = end, end + segment.num_tokens
             token_ids, logprobs = next(arrays)
-            made["token_ids"][start:end] = token_ids
-            if one.is_trained and part.reward and answered >= first:
-                made["rewards"][answered] += part.reward
-            if part.kind == "model":
-                made["engine_logprobs"][start:end] = logprobs
-                made["mask"][start:end] = one.is_trained
+            columns["token_ids"][start:end] = token_ids
+            if sample.is_trained and segment.reward and answered >= first:
+                columns["rewards"][answered] += segment.reward
+            if segment.kind == "model":
+                columns["engine_logprobs"][start:end] = logprobs
+                columns["mask"][start:end] = sample.is_trained
                 answered = end - 1  # the last token of the model segment made last
-        if end > 0 and one.is_trained:
-            made["rewards"][end - 1] = one.final_reward  # the last segment is the model's
+        if end > 0 and sample.is_trained:
+            columns["rewards"][end - 1] = sample.final_reward  # the last segment is the model's
     return Samples(
-        ids=np.array([one.sample_id for one in samples], np.int64),
+        ids=np.array([sample.sample_id for sample in samples], np.int64),
         offsets=offsets,
-        prompts=np.array([len(one.prompt_ids) for one in samples], np.int64),
+        prompts=np.array([len(sample.prompt_ids) for sample in samples], np.int64),
         branches=np.concatenate(branches),
-        **made,
+        **columns,
     )
 
 
@@ -179,28 +156,17 @@ def shares(
     prefix_saves: float = math.inf,
     windows: Sequence[int | None] = (),
 ) -> StepGroups:
-    """Divide the `accepted` groups (all rollouts of a prompt) of a step into mini-batches of whole
-    groups, and each mini-batch over the data ranks, balanced by length; every rank gets equally
-    many packed sequences, of at most `micro_batch_tokens` tokens. Token arrays are not read. With
-    fewer accepted groups than `num_mini_batches`, there are only as many mini-batches as groups.
+    """Divide the `accepted` groups of a step into mini-batches of whole groups, and each mini-batch
+    over the ranks, balanced by length. Every rank gets equally many packed sequences.
 
-    `drawn`: accepted and rejected groups, for the metrics. `seconds`: duration of the step's
-    rollouts. `transcripts`: number of groups to write as text. `warning`: text to show to the user,
-    "" for none.
-
-    `truncated`: with "leave_out", rollouts that were cut off are not trained on; they count in the
-    mean of their group, unless a greedy response is compared with. `sends_untrained`: send the
-    ranks also the tokens of samples that are not trained on, which get a reward from a reward model
-    there. `skips_equal`: do not send groups of equal rewards, whose advantages are 0; their rewards
-    and token counts still count in the step. A mini-batch of such groups alone sends one sample, so
-    that its optimizer step, of momentum alone, is taken.
-
-    `stale`: number of groups that the dispatch policy gave up for their age, for the metrics; None
-    if the policy gives up none. `carried`: ordinals (positions in the training order) of the groups
-    that came from a checkpoint. `prefix_saves`: a common beginning of prompts is computed only once
-    if this saves at least this fraction of the samples' tokens; infinite: never. `windows`: for
-    each layer the model's sliding attention window in tokens, None for full attention; empty if all
-    layers have full attention.
+    `drawn`: also the rejected groups. `seconds`: duration of the rollouts. `transcripts`: groups to
+    show as text. `truncated`: "leave_out" does not train on rollouts that were cut off.
+    `sends_untrained`: send their tokens too, for a reward model. `skips_equal`: send no groups of
+    equal rewards, whose advantages are 0; a mini-batch of such groups sends one sample, so that its
+    optimizer step is taken. `stale`: groups given up for their age; None if the policy gives up
+    none. `carried`: ordinals of groups from a checkpoint. `prefix_saves`: a common prefix is
+    computed once if this saves at least this fraction of tokens. `windows`: each layer's sliding
+    attention window, None for full attention.
     """
     accepted, samples = _plans(accepted, truncated)
     rollouts = [rollout for group in accepted for rollout in _members(group)]
@@ -209,11 +175,14 @@ def shares(
     num_parts = min(num_mini_batches, len(accepted))
     mini_batch_of = group_of * num_parts // max(1, len(accepted))
     is_equal = np.array(
-        [skips_equal and len({one.reward for one in group.rollouts}) == 1 for group in accepted],
+        [
+            skips_equal and len({rollout.reward for rollout in group.rollouts}) == 1
+            for group in accepted
+        ],
         dtype=bool,
     )
-    numbers = [np.flatnonzero(mini_batch_of == part) for part in range(num_parts)]
-    parts = [_sent(one, samples, group_of, is_equal, sends_untrained) for one in numbers]
+    numbers = [np.flatnonzero(mini_batch_of == batch) for batch in range(num_parts)]
+    parts = [_sent(members, samples, group_of, is_equal, sends_untrained) for members in numbers]
     dealt, packed = _deal(
         parts, sizes, num_data_ranks, micro_batch_tokens, saves=prefix_saves, windows=windows
     )
@@ -224,19 +193,25 @@ def shares(
         rewards=np.array([rollout.reward for rollout in rollouts], dtype=np.float64),
         groups=group_of,
         response_tokens=np.array(
-            [one.num_tokens * plan.is_trained for one, plan in zip(rollouts, samples, strict=True)],
+            [
+                rollout.num_tokens * plan.is_trained
+                for rollout, plan in zip(rollouts, samples, strict=True)
+            ],
             dtype=np.int64,
         ),
         mini_batch_of=mini_batch_of,
         metrics=describe(step, drawn, accepted, seconds, carried)
-        | {"samples/computed": sum(samples[n].is_trained for part in parts for n in part)}
+        | {"samples/computed": sum(samples[n].is_trained for batch in parts for n in batch)}
         | ({"groups/stale": stale} if stale is not None else {})
         | ({"groups/equal": int(is_equal.sum())} if skips_equal else {}),
         warning=warning,
     )
     plans = [
-        SharePlan(replace(whole, micro_batches=rows), [[samples[n] for n in part] for part in mine])
-        for rows, mine in zip(packed, dealt, strict=True)
+        SharePlan(
+            replace(whole, micro_batches=rows),
+            [[samples[n] for n in batch] for batch in batches],
+        )
+        for rows, batches in zip(packed, dealt, strict=True)
     ]
     return StepGroups(step, plans, drawn[:transcripts])
 
@@ -248,10 +223,7 @@ def _sent(
     is_equal: np.ndarray,
     sends_untrained: bool,
 ) -> list[int]:
-    """Which of a mini-batch's samples are sent to the ranks: not those that are not trained on,
-    unless `sends_untrained`, and not those of groups of equal rewards (`is_equal`), but at least
-    one sample.
-    """
+    """A mini-batch's samples that are sent to the ranks, at least one."""
     every = numbers.tolist()
     members = [n for n in every if sends_untrained or samples[n].is_trained]
     return [n for n in members if not is_equal[group_of[n]]] or (members or every)[:1]
@@ -266,24 +238,23 @@ def _deal(
     saves: float,
     windows: Sequence[int | None],
 ) -> tuple[list[list[list[int]]], list[list[list[list[int]]]]]:
-    """Divide each mini-batch of `parts`, the numbers of its samples, over ranks. Returns by rank
-    and mini-batch (the numbers of the rank's samples, its packed sequences of at most `budget`
-    tokens as positions among these).
+    """By rank and mini-batch: (numbers of the rank's samples, its packed sequences of at most
+    `budget` tokens as positions among these).
     """
     dealt: list[list[list[int]]] = [[] for _ in range(ranks)]
     packed: list[list[list[list[int]]]] = [[] for _ in range(ranks)]
-    for part in parts:
-        even = FamilyBalance([sizes[n] for n in part], saves, windows=windows)
+    for batch in parts:
+        even = FamilyBalance([sizes[n] for n in batch], saves, windows=windows)
         split = even.split(ranks, budget)
         rows = even.rows_in_step(split, budget)
         for rank, positions in enumerate(split):
-            dealt[rank].append([part[position] for position in positions])
+            dealt[rank].append([batch[position] for position in positions])
             packed[rank].append(rows[rank])
     return dealt, packed
 
 
 def _members(group: Group) -> list[Rollout]:
-    """The rollouts of a group and, at the end, its greedy response if it has one."""
+    """The greedy response, if there is one, is last."""
     return group.rollouts if group.greedy is None else [*group.rollouts, group.greedy]
 
 
@@ -293,40 +264,39 @@ def _sizes(
     group_of: np.ndarray,
     prefix_saves: float,
 ) -> list[Size]:
-    """What each of `samples` costs to compute, for dividing the samples over ranks: its number of
-    tokens, and the prefix that it has in common with other samples. `group_of` [N]: index in
-    `groups` of each sample's group. The prefix is the prompt without its last token, which each
-    sample computes for itself, since it predicts the response. There are no prefixes where
-    `prefix_saves` is infinite.
+    """What each sample costs: its tokens, and the prefix in common with others, the prompt without
+    its last token. `group_of` [N]: index in `groups`.
     """
     if math.isinf(prefix_saves):
-        return [Size(one.computed) for one in samples]
+        return [Size(sample.computed) for sample in samples]
     prompts = [np.asarray(group.prompt.token_ids[:-1], np.int32) for group in groups]
     prefixes = chains(prompts)
     return [
         # A rollout may begin with a conversation of its own, without the prompt.
-        Size(one.computed, prefixes[group] if len(one.prompt_ids) else ())
-        for one, group in zip(samples, group_of, strict=True)
+        Size(sample.computed, prefixes[group] if len(sample.prompt_ids) else ())
+        for sample, group in zip(samples, group_of, strict=True)
     ]
 
 
 def _plans(groups: list[Group], truncated: TruncatedName) -> tuple[list[Group], list[SamplePlan]]:
-    """(the `groups` to train on, their samples with consecutive sample ids)."""
+    """(the groups to train on, their samples with consecutive ids)."""
     if truncated == "leave_out":
         groups = [
-            replace(group, rollouts=[one for one in group.rollouts if not one.truncated])
+            replace(
+                group, rollouts=[rollout for rollout in group.rollouts if not rollout.truncated]
+            )
             if group.greedy
             else group
             for group in groups
         ]
-    made: list[SamplePlan] = []
+    plans: list[SamplePlan] = []
     for group in groups:
         prompt_ids = np.asarray(group.prompt.token_ids, dtype=np.int32)
         for rollout in _members(group):
             begins_anew = rollout.segments[0].follows == -1
-            made.append(
+            plans.append(
                 SamplePlan(
-                    len(made),
+                    len(plans),
                     prompt_ids[:0] if begins_anew else prompt_ids,
                     rollout.segments,
                     rollout.verdict.reward,
@@ -334,7 +304,7 @@ def _plans(groups: list[Group], truncated: TruncatedName) -> tuple[list[Group], 
                     and not (truncated == "leave_out" and rollout.truncated),
                 )
             )
-    return groups, made
+    return groups, plans
 
 
 def describe(
@@ -344,48 +314,45 @@ def describe(
     seconds: float,
     carried: Collection[int] = (),
 ) -> dict[str, float]:
-    """Metrics {name: value} of the rollouts of `step`, which took `seconds`. Most are over the
-    groups `drawn`, those that dynamic sampling rejected included, since the `accepted` groups alone
-    would give biased averages; only the metrics of token age are over `accepted`. Those of rewards
-    are over the "reward/responses" rollouts that have a verdict, all others over all rollouts.
-    `carried`: ordinals (positions in the training order) of groups that came from a checkpoint;
-    their tokens are left out of tokens per second.
-
-    The staleness of a rollout is `step` minus the oldest weight version that generated one of its
-    tokens. `staleness/mean` and `staleness/max` are over all rollouts, greedy responses included.
+    """Metrics of a step's rollouts. Those of token age are over `accepted`; all others over
+    `drawn`, since accepted groups alone would give biased averages. Groups `carried` from a
+    checkpoint are left out of tokens per second. A rollout's staleness is `step` minus its
+    oldest weight version.
     """
     greedy = [group.greedy for group in drawn if group.greedy is not None]
     scored = [rollout for group in drawn for rollout in group.rollouts]
     every = [rollout for group in drawn for rollout in group.members]
     sampled = [
-        (group.prompt, one)
+        (group.prompt, rollout)
         for group in drawn
-        for one in group.members
-        if one is not group.greedy and one.sample >= 0
+        for rollout in group.members
+        if rollout is not group.greedy and rollout.sample >= 0
     ]
     without = [rollout.verdict.missing for rollout in every]
     oldest = [rollout.oldest_version for rollout in every if rollout.segments]
     of_greedy = (
         {
-            "reward/greedy_mean": statistics.fmean(one.reward for one in greedy),
-            "accuracy_greedy": statistics.fmean(one.verdict.correct for one in greedy),
+            "reward/greedy_mean": statistics.fmean(rollout.reward for rollout in greedy),
+            "accuracy_greedy": statistics.fmean(rollout.verdict.correct for rollout in greedy),
         }
         if greedy
         else {}
     )
-    generated = sum(one.num_tokens for one in every)
-    before = [one for group in drawn if group.ordinal in carried for one in group.members]
-    generated_now = generated - sum(one.num_tokens for one in before)
+    generated = sum(rollout.num_tokens for rollout in every)
+    before = [rollout for group in drawn if group.ordinal in carried for rollout in group.members]
+    generated_now = generated - sum(rollout.num_tokens for rollout in before)
     return (
         {
-            "reward/std": statistics.pstdev([one.reward for one in scored] or [0.0]),
-            "length/max": max(one.num_tokens for _, one in sampled),
-            "length/penalty": statistics.fmean([one.verdict.penalty for one in scored] or [0.0]),
+            "reward/std": statistics.pstdev([rollout.reward for rollout in scored] or [0.0]),
+            "length/max": max(rollout.num_tokens for _, rollout in sampled),
+            "length/penalty": statistics.fmean(
+                [rollout.verdict.penalty for rollout in scored] or [0.0]
+            ),
             "groups/drawn": len(drawn),
             "groups/rejected": len(drawn) - len(accepted),
             "staleness/max": max((step - version for version in oldest), default=0),
             "staleness/mean": statistics.fmean([step - version for version in oldest] or [0.0]),
-            **{f"verifier/{name}": without.count(kind) for kind, name in COUNTED.items()},
+            **{f"verifier/{name}": without.count(reason) for reason, name in COUNTED.items()},
             "tokens/generated": generated,
             "tokens/generated_per_s": generated_now / max(seconds, 1e-9),
             "time/rollout_s": seconds,
@@ -393,7 +360,10 @@ def describe(
         | token_ages(step, accepted)
         | of_greedy
         | response_metrics(
-            [about(prompt) | record_of(one.segments, one.verdict, ()) for prompt, one in sampled]
+            [
+                about(prompt) | record_of(rollout.segments, rollout.verdict, ())
+                for prompt, rollout in sampled
+            ]
         )
     )
 
@@ -405,21 +375,19 @@ COUNTED = {
     "response_limit": "response_limits",
     "abstained": "abstained",
 }
-"""{why a verifier gave no score: its metric, after "verifier/"}"""
+"""{why there is no score: its metric, after "verifier/"}"""
 
 
 def token_ages(step: int, accepted: Sequence[Group]) -> dict[str, float]:
-    """The metrics `staleness/token_mean` and `staleness/token_max`: age in versions of the tokens
-    that the model generated in the rollouts of the `accepted` groups, without greedy responses. A
-    token's age is `step`, the trainer's version, less the version of the weights that generated the
-    token. Both are 0 without tokens.
+    """`staleness/token_mean` and `staleness/token_max`: `step` minus the version of each generated
+    token, without greedy responses; 0 without tokens.
     """
     spans = [
         (step - version, count)
         for group in accepted
         for rollout in group.rollouts
-        for part in rollout.segments
-        for version, count in part.versions
+        for segment in rollout.segments
+        for version, count in segment.versions
         if count > 0
     ]
     tokens = sum(count for _, count in spans)
@@ -430,41 +398,37 @@ def token_ages(step: int, accepted: Sequence[Group]) -> dict[str, float]:
 
 
 def own_metrics(returned: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """{"environment/<name>": mean} of the metrics that verifiers gave. `returned`: for each
-    response, {name: value}; the mean of a name is over the responses that have it, of which
-    "environment/<name>/responses" is the number.
+    """{"environment/<name>": mean} of the verifiers' metrics {name: value}, over the responses that
+    have the name, and ".../responses", their number.
     """
     values: dict[str, list[float]] = {}
     for metrics in returned:
         for name, value in metrics.items():
             values.setdefault(f"environment/{name}", []).append(value)
-    means = {name: statistics.fmean(found) for name, found in sorted(values.items())}
+    means = {name: statistics.fmean(numbers) for name, numbers in sorted(values.items())}
     return means | {f"{name}/responses": float(len(values[name])) for name in means}
 
 
 def response_metrics(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Metrics {name: value} of a step's or an evaluation's responses: means "accuracy",
-    "reward/mean", "length/mean" and "length/truncated_share", and those of the verifier's own
-    metrics. The first two are over the "reward/responses" responses that are not left out, 0 if
-    there are none. Where `environment.mixture` has several verifiers, also "source/<name>/<mean>"
-    for the responses of each, and "source/<name>/responses", their number. `records`: a dict for
-    each response, as `record_of` and `about` make them; texts are not needed.
+    """Metrics of responses, given by their records: "accuracy", "reward/mean" (both over those not
+    left out), "length/mean", "length/truncated_share", `own_metrics`. In a mixture also
+    "source/<name>/<mean>".
     """
-    found = _means(records) | own_metrics([one.get("metrics", {}) for one in records])
-    for name in sorted({one.get("environment", "") for one in records} - {""}):
-        chosen = [one for one in records if one.get("environment") == name]
-        found |= {f"source/{name}/{mean}": value for mean, value in _means(chosen).items()}
-        found[f"source/{name}/responses"] = float(len(chosen))
-    return found
+    metrics = _means(records) | own_metrics([record.get("metrics", {}) for record in records])
+    for name in sorted({record.get("environment", "") for record in records} - {""}):
+        chosen = [record for record in records if record.get("environment") == name]
+        metrics |= {f"source/{name}/{mean}": value for mean, value in _means(chosen).items()}
+        metrics[f"source/{name}/responses"] = float(len(chosen))
+    return metrics
 
 
 def _means(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    scored = [one for one in records if not one.get("left_out")]
+    scored = [row for row in records if not row.get("left_out")]
     count, num_scored = max(1, len(records)), max(1, len(scored))
     return {
-        "accuracy": sum(one["correct"] for one in scored) / num_scored,
-        "reward/mean": math.fsum(one["reward"] for one in scored) / num_scored,
+        "accuracy": sum(row["correct"] for row in scored) / num_scored,
+        "reward/mean": math.fsum(row["reward"] for row in scored) / num_scored,
         "reward/responses": float(len(scored)),
-        "length/mean": sum(one["tokens"] for one in records) / count,
-        "length/truncated_share": sum(one["finish"] not in ("stop", "") for one in records) / count,
+        "length/mean": sum(row["tokens"] for row in records) / count,
+        "length/truncated_share": sum(row["finish"] not in ("stop", "") for row in records) / count,
     }

@@ -2,7 +2,7 @@
 
     runs/x/batches/step_000012.rank_000.safetensors     the `StepBatch` of data rank 0 in step 12
 
-A file has the arrays as safetensors and the rest as JSON in its header. Transcripts are left out.
+Arrays are safetensors, the rest JSON in the header; transcripts are left out.
 """
 
 from __future__ import annotations
@@ -26,60 +26,52 @@ from megarl.system.spans import activity
 from megarl.types import COLUMNS, Samples, StepBatch
 
 FOLDER = "batches"
-"""Name of the folder in the run folder."""
 
 FORMAT = 2
-"""Version of the files; a newer one is refused. Files without `branches` are of version 1."""
+"""A newer one is refused; 1 has no `branches`."""
 
 OF_STEP = ("rewards", "groups", "response_tokens", "mini_batch_of")
-"""The arrays of a `StepBatch` itself."""
+"""Arrays of a `StepBatch`."""
 
 OF_SAMPLES = ("ids", "offsets", "prompts", *COLUMNS)
-"""The arrays of each of its `Samples`."""
+"""Arrays of its `Samples`."""
 
 WRITTEN_WITHIN_S = 300.0
-"""Seconds to wait for a batch to be on the disk, beside the step in which it was written."""
+"""Until a batch is on the disk, beside the step in which it was written."""
 
 NAME = re.compile(r"step_(\d{6,})\.rank_(\d{3,})\.safetensors(.*)")
-"""Step, data rank and, of a file that is not finished, an end."""
+"""Step, data rank and, of an unfinished file, an end."""
 
 
 def batch_file(folder: Path, step: int, data_rank: int) -> Path:
-    """Path of the file, in the run folder `folder`, with the batch that the data-parallel rank
-    `data_rank` trains on in `step`. Steps count from 0 here and from 1 in the file's name. The file
-    need not exist.
-    """
+    """`step` counts from 0, in the file's name from 1."""
     return folder / FOLDER / f"step_{step + 1:06d}.rank_{data_rank:03d}.safetensors"
 
 
 def recorded(folder: Path) -> dict[int, set[int]]:
-    """Which batches the run folder `folder` has: {step, from 0: numbers of the data-parallel ranks
-    with a file for it}. The files are not opened.
-    """
-    found: dict[int, set[int]] = {}
+    """{step: data ranks with a file for it}."""
+    ranks: dict[int, set[int]] = {}
     for path in (folder / FOLDER).glob("step_*"):
         if (match := NAME.fullmatch(path.name)) and not match[3]:
-            found.setdefault(int(match[1]) - 1, set()).add(int(match[2]))
-    return found
+            ranks.setdefault(int(match[1]) - 1, set()).add(int(match[2]))
+    return ranks
 
 
 def write_batch(
     path: Path, batch: StepBatch, num_data_ranks: int, lost: Callable[[], str] = str
 ) -> None:
-    """Write a batch to the safetensors file `path`, without its transcripts, and make the file's
-    folder. The file is written under a temporary name, and renamed to `path` once it is on the
-    disk. `num_data_ranks`: of the run, noted in the file. Raises `OSError` if the file cannot be
-    written.
+    """Write a batch to `path`, which appears once it is on the disk. Raises `OSError`.
 
-    `lost`: returns in a sentence why the run must not write to its folder, "" while it may. If it
-    returns a sentence, no file is left, and the sentence is raised as a `UserError`.
+    `lost`: says why the run must not write to its folder, or ""; raised as a `UserError`.
     """
     arrays = {name: getattr(batch, name) for name in OF_STEP}
     for number, samples in enumerate(batch.samples):
         arrays |= {f"samples.{number}.{name}": getattr(samples, name) for name in OF_SAMPLES}
     has_trees = any(len(samples.branches) for samples in batch.samples)
     if has_trees:
-        arrays |= {f"samples.{n}.branches": one.branches for n, one in enumerate(batch.samples)}
+        arrays |= {
+            f"samples.{n}.branches": samples.branches for n, samples in enumerate(batch.samples)
+        }
     arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     about = {
         "format": FORMAT if has_trees else 1,
@@ -97,15 +89,13 @@ def write_batch(
 
 
 def _refuse_lost(lost: Callable[[], str]) -> None:
-    """Raise `UserError` with the sentence of `lost`, if it is not empty."""
     if problem := lost():
         raise UserError(problem)
 
 
 def batch_of(folder: Path, step: int, data_rank: int, num_data_ranks: int) -> StepBatch:
-    """Read, from the run folder `folder`, the batch of `step` (from 0) that `data_rank` of
-    `num_data_ranks` data-parallel ranks has trained on. Raises `ValueError` if its file is missing,
-    damaged or of a newer version, or holds another batch.
+    """Read a rank's batch of `step`. Raises `ValueError` if its file is missing, damaged, newer, or
+    another batch.
     """
     path = batch_file(folder, step, data_rank)
     batch, data_ranks = read_batch(path)
@@ -118,10 +108,7 @@ def batch_of(folder: Path, step: int, data_rank: int, num_data_ranks: int) -> St
 
 
 def read_batch(path: Path) -> tuple[StepBatch, int]:
-    """Read a safetensors file that `write_batch` has written: (the batch, with bit-identical token
-    ids, log-probs and rewards, number of data-parallel ranks of its run). Transcripts are empty.
-    Raises `ValueError` for a file that is missing, damaged or of a newer version.
-    """
+    """(batch, number of data ranks), bit-identical, without transcripts. Raises `ValueError`."""
     try:
         with safe_open(str(path), framework="np") as file:
             about: dict[str, Any] = json.loads((file.metadata() or {})["megarl"])
@@ -148,16 +135,14 @@ def read_batch(path: Path) -> tuple[StepBatch, int]:
 
 
 def _samples(arrays: Mapping[str, np.ndarray], number: int) -> Samples:
-    """The samples of a mini-batch, from the arrays of a file."""
     names = (*OF_SAMPLES, "branches")
-    found = {name: arrays.get(f"samples.{number}.{name}") for name in names}
-    if found["prompts"] is None:  # a file of a version that did not tell
-        found["prompts"] = np.full(len(arrays[f"samples.{number}.ids"]), -1)
-    return Samples(**{name: array for name, array in found.items() if array is not None})
+    columns = {name: arrays.get(f"samples.{number}.{name}") for name in names}
+    if columns["prompts"] is None:  # a file of a version that did not tell
+        columns["prompts"] = np.full(len(arrays[f"samples.{number}.ids"]), -1)
+    return Samples(**{name: array for name, array in columns.items() if array is not None})
 
 
 def _digest(about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:
-    """xxh3-128 digest of `about` and of the arrays' names, dtypes, shapes and contents."""
     hasher = xxhash.xxh3_128(json.dumps(about, sort_keys=True).encode())
     for name in sorted(arrays):
         array = arrays[name]
@@ -168,9 +153,8 @@ def _digest(about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:
 
 @dataclass
 class BatchWriter:
-    """Writes the batches of one data-parallel rank to safetensors files in the run folder, in a
-    thread, one at a time, while the rank trains: for each batch call `flush`, then `write`; at the
-    end `flush`.
+    """Writes one rank's batches in a thread: for each batch `flush`, then `write`; at the end
+    `flush`.
     """
 
     folder: Path
@@ -178,13 +162,12 @@ class BatchWriter:
     data_rank: int
     num_data_ranks: int
     lost: Callable[[], str] = str
-    """Returns in a sentence why the run must not write to its folder, "" while it may."""
+    """As in `write_batch`."""
     _writing: Future[None] | None = None
 
     def start(self, first_step: int) -> None:
-        """Remove this rank's files of steps from `first_step` (from 0) on, which an earlier start
-        of the run has written and which count no longer. Raises `UserError` if another run owns the
-        folder.
+        """Remove this rank's files from `first_step` on, of an earlier start. Raises `UserError` if
+        another run owns the folder.
         """
         for path in (self.folder / FOLDER).glob("step_*"):
             if not (match := NAME.fullmatch(path.name)):
@@ -197,18 +180,14 @@ class BatchWriter:
                 path.unlink(missing_ok=True)
 
     def write(self, batch: StepBatch) -> None:
-        """Begin to write a batch in a thread, and return at once. `flush` must have been called
-        since the batch before; `batch` must not change until the next `flush`.
-        """
+        """Begin to write; `batch` must not change until the next `flush`."""
         path = batch_file(self.folder, batch.step, self.data_rank)
         self._writing = in_thread(
             "batch writer", lambda: write_batch(path, batch, self.num_data_ranks, self.lost)
         )
 
     def flush(self) -> str:
-        """Block until the last batch is on the disk, at most 300 seconds. Returns an
-        error message if it is not there by then or could not be written, else "".
-        """
+        """Block until the last batch is on the disk, or return an error message."""
         if self._writing is None:
             return ""
         with activity("batch that is being written", kind="wait", deadline_s=WRITTEN_WITHIN_S):
@@ -229,18 +208,18 @@ class BatchWriter:
 
 
 def refuse_gaps(folder: Path, steps: int) -> int:
-    """Raise `ValueError` unless the run folder `folder` has a batch file of every data-parallel
-    rank for each of its first `steps` steps; returns the number of these ranks.
+    """The number of data ranks. Raises `ValueError` unless each has a file for the first `steps`
+    steps.
     """
-    found = recorded(folder)
-    if 0 not in found:
+    files = recorded(folder)
+    if 0 not in files:
         raise ValueError(
             f"{folder} has no recorded batches from its first step on; run it with"
             " observe.batches set to true"
         )
-    _, data_ranks = read_batch(batch_file(folder, 0, min(found[0])))
+    _, data_ranks = read_batch(batch_file(folder, 0, min(files[0])))
     for step in range(steps):
-        ranks = found.get(step, set())
+        ranks = files.get(step, set())
         if ranks != set(range(data_ranks)):
             path = batch_file(folder, step, min(ranks ^ set(range(data_ranks))))
             why = "is of a data rank more" if path.exists() else "is missing"

@@ -1,5 +1,6 @@
-"""One scored answer to each held-out problem, with the weights that the engines have, and the
-metrics of several answers to each: avg@n, pass@k, maj@n."""
+"""One scored answer to each held-out problem, and metrics of several answers: avg@n, pass@k,
+maj@n.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +17,17 @@ from megarl.rollout.transcripts import about, record_of
 from megarl.types import Prompt, Segment, Verdict
 
 Evaluated = tuple[dict[str, float], list[dict[str, Any]]]
-"""Result of an evaluation: (metrics {name: value}, transcripts: a dict for each of the first
-problems, with its response as text)."""
+"""(metrics {name: value}, records of the first problems)."""
 
 NUM_TRANSCRIPTS = 128
-"""Number of problems, from the first, whose responses are kept as text; this bounds the size of the
-transcripts."""
+"""Problems whose responses are kept as text."""
 
 
 async def evaluate_problems(
     attempts: Attempts, prompts: Sequence[Prompt], temperature: float, name: str
 ) -> Evaluated:
-    """Generate and score one response to each problem. Returns ({metric: value} over all problems,
-    transcripts: a dict for each of the first 128 problems, with the keys "prompt", "answer",
-    "response", "reward", "correct" and others). The sampling seeds depend only on the problem and
-    on `name`, that of the evaluation. Raises `UserError` if the verifier failed for at least the
-    fraction `environment.max_failure_share` of the responses.
+    """One scored response to each problem. Seeds depend on the problem and `name`. Raises
+    `UserError` as `answers`.
     """
     records = await answers(attempts, prompts, temperature, name, num_texts=NUM_TRANSCRIPTS)
     return summarise_records(records), records[:NUM_TRANSCRIPTS]
@@ -46,15 +42,10 @@ async def answers(
     num_texts: int,
     inspects: bool = False,
 ) -> list[dict[str, Any]]:
-    """Generate and score one response to each problem. Returns a dict for each, in the order of
-    `prompts`: "prompt", "answer" (reference), "response" (text), "correct", "reward", "failure",
-    "tokens" (generated), "finish", "metrics" and others. `num_texts`: number of problems, from the
-    first, that get their text; "response" is "" for the others. The sampling seeds depend only on
-    the problem and on `name`, that of the evaluation.
+    """A record (`record_of`) for each prompt, in order, with text for the first `num_texts`.
 
-    Raises `UserError` if the verifier failed for at least the fraction
-    `environment.max_failure_share` of the responses, unless `inspects`. With `inspects` each dict
-    also has "segments", the response's `Segment` objects (token ids, log-probs, weight versions).
+    Raises `UserError` if at least the fraction `environment.max_failure_share` of verdicts failed,
+    unless `inspects`, which adds "segments" to each record.
     """
 
     async def one(prompt: Prompt) -> tuple[Prompt, list[Segment], Verdict]:
@@ -68,17 +59,17 @@ async def answers(
         for prompt in prompts:
             running.append(asyncio.create_task(one(prompt)))
             await asyncio.sleep(0)  # thousands of tasks at once would block the event loop
-        found = await asyncio.gather(*running)
+        attempted = await asyncio.gather(*running)
     finally:
         for task in running:
             task.cancel()
-    verdicts = [verdict for _, _, verdict in found]
+    verdicts = [verdict for _, _, verdict in attempted]
     if not inspects:
         failure_warning(verdicts, attempts.max_failure_share, f"evaluation '{name}'")
-    parts = [part for _, segments, _ in found[:num_texts] for part in segments]
+    parts = [segment for _, segments, _ in attempted[:num_texts] for segment in segments]
     texts = iter(await attempts.environment.texts(parts) if parts else [])
     records = []
-    for number, (prompt, segments, verdict) in enumerate(found):
+    for number, (prompt, segments, verdict) in enumerate(attempted):
         of_rollout = [next(texts) for _ in segments] if number < num_texts else []
         record = about(prompt) | {"metrics": {}} | record_of(segments, verdict, of_rollout)
         records.append(record | ({"segments": segments} if inspects else {}))
@@ -86,29 +77,25 @@ async def answers(
 
 
 def summarise_records(records: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Metrics {name: value} over an evaluation's responses, such as "accuracy" and "reward/mean".
-    `records`: a dict for each response, as `answers` returns them, texts not needed.
-    """
-    abstained = [one for one in records if one.get("left_out") and not one["failure"]]
+    """Metrics over an evaluation's records."""
+    abstained = [record for record in records if record.get("left_out") and not record["failure"]]
     return response_metrics(records) | {
-        "verifier/failures": float(sum(bool(one["failure"]) for one in records)),
+        "verifier/failures": float(sum(bool(record["failure"]) for record in records)),
         "verifier/abstained": float(len(abstained)),
         "problems": float(len(records)),
     }
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Probability that at least one of `k` responses, drawn without repetition from `num_samples`
-    of which `num_correct` are correct, is correct: 1 - C(n - c, k) / C(n, k) (arXiv:2107.03374,
-    eq. 1).
+    """1 - C(n - c, k) / C(n, k), the probability that one of `k` responses drawn without repetition
+    is correct (arXiv:2107.03374, eq. 1).
     """
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
 
 def majority_is_correct(answers: Sequence[str | None], correct: Sequence[bool]) -> bool:
-    """Whether the most frequent answer to one problem is correct (maj@n). `answers`: the final
-    answers of n responses, None for a response without one, which has no vote; `correct`: whether
-    each is correct. Of equally frequent answers the one given first counts.
+    """Whether the most frequent answer is correct (maj@n); of equally frequent ones the first
+    counts. None is no answer.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
@@ -122,28 +109,23 @@ def repeated_metrics(
     answers: Sequence[Sequence[str | None]] | None,
     n: int = 0,
 ) -> dict[str, float | None]:
-    """Means over all problems of avg@n, pass@k for k = 1, 2, 4 ... n, and maj@n, as fractions from
-    0 to 1: {"avg@8": 0.25, "pass@1": 0.25, ..., "maj@8": 0.3}. A problem of which fewer than k
-    responses have a verdict is not in the mean of pass@k; a mean of nothing is None.
+    """{"avg@8": 0.25, "pass@1": ..., "pass@8": ..., "maj@8": 0.3}, means over all problems.
 
-    Args:
-        correct: for each problem, whether each of its responses is correct: of the n responses
-            those that have a verdict.
-        answers: for each problem, the final answers of these; None where answers cannot be told
-            apart, and maj@n is then None.
-        n: number of responses to each problem; 0: as many as the most of `correct`.
+    `correct`: by problem, of its responses that have a verdict. `answers`: their final answers;
+    None: no maj@n. `n`: responses to each problem; 0: as many as the most of `correct`. A problem
+    with fewer than k verdicts is not in pass@k; a mean of nothing is None.
     """
     n = n or max(map(len, correct))
     powers = [2**power for power in range(n.bit_length()) if 2**power < n] + [n]
-    found = {f"avg@{n}": _mean([sum(one) / len(one) for one in correct if one])}
+    metrics = {f"avg@{n}": _mean([sum(marks) / len(marks) for marks in correct if marks])}
     for k in powers:
-        rows = [pass_at_k(len(one), sum(one), k) for one in correct if len(one) >= k]
-        found[f"pass@{k}"] = _mean(rows)
-    found[f"maj@{n}"] = None
+        rows = [pass_at_k(len(marks), sum(marks), k) for marks in correct if len(marks) >= k]
+        metrics[f"pass@{k}"] = _mean(rows)
+    metrics[f"maj@{n}"] = None
     if answers is not None:
         pairs = zip(answers, correct, strict=True)
-        found[f"maj@{n}"] = _mean([majority_is_correct(*pair) for pair in pairs if pair[1]])
-    return found
+        metrics[f"maj@{n}"] = _mean([majority_is_correct(*pair) for pair in pairs if pair[1]])
+    return metrics
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -155,14 +137,8 @@ WARN_SHARE = 0.1
 
 
 def failure_warning(verdicts: Sequence[Verdict], limit: float, where: str) -> str:
-    """A warning, one line with the first failure's message, if the verifier failed for at least the
-    fraction 0.1 of the responses that were given to it; "" otherwise. `verdicts`: results of
-    scoring, one for each response. `where` names the step or evaluation in the warning. Responses
-    that no verifier was asked about (cut off) do not count. A verifier that abstains does not fail;
-    there is a warning if it does so of all responses, as a function without `return` would.
-
-    Raises `UserError` with that message instead if the fraction is at least `limit`, 0 to 1. Below
-    0.1 nothing is raised, however low `limit` is.
+    """A warning if the verifier failed for at least a tenth of the responses given to it, or
+    abstained for all; else "". Raises `UserError` instead from the fraction `limit` on.
     """
     judged = [verdict for verdict in verdicts if verdict.judged]
     failed = [verdict for verdict in judged if verdict.failure]
@@ -171,10 +147,10 @@ def failure_warning(verdicts: Sequence[Verdict], limit: float, where: str) -> st
     if not failed or len(failed) < WARN_SHARE * len(judged):
         return ""
     first = " ".join((failed[0].detail or failed[0].failure).split())
-    said = f"{where}: the verifier failed for {len(failed)} of {len(judged)} responses; {first}"
+    message = f"{where}: the verifier failed for {len(failed)} of {len(judged)} responses; {first}"
     if len(failed) < limit * len(judged):
-        return said
+        return message
     raise UserError(
-        f"{said}; mend the verifier, or set environment.max_failure_share above {limit:g} (1 stops"
-        " only where all fail)"
+        f"{message}; mend the verifier, or set environment.max_failure_share above {limit:g} (1"
+        " stops only where all fail)"
     )

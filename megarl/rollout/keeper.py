@@ -1,10 +1,7 @@
-"""The process that keeps Ray for the runs of one `megarl.KeptEngines`, until it is told to end:
+"""Keeps Ray for the runs of one `megarl.KeptEngines`: python -m megarl.rollout.keeper run
+RECIPE.yaml
 
-    python -m megarl.rollout.keeper run RECIPE.yaml
-
-Once Ray runs it prints, as one JSON object, the environment variables by which runs find Ray and
-the engines that stay there (`process_env.KEPT_ENGINES`). The runs start these engines, and Ray's
-end is theirs.
+It prints, as one JSON object, the environment variables by which runs find Ray and its engines.
 """
 
 from __future__ import annotations
@@ -21,16 +18,11 @@ from megarl.system import console, signals
 from megarl.system.private_folder import MARK, run_folder
 from megarl.system.process_env import KEPT_ENGINES, own_cluster_token, prepare_environment
 
-END_WITHIN_S = 30.0
-"""Seconds that Ray and the engines have to end."""
-
 
 def main() -> None:
-    """Start Ray for runs of the recipe that the command line names, and keep it until SIGINT,
-    SIGTERM or SIGHUP, at which it ends Ray and all engines and exits.
-    """
+    """Start Ray for runs of a recipe, and keep it until SIGINT, SIGTERM or SIGHUP."""
     signals.handle()
-    signals.guard(END_WITHIN_S)
+    signals.guard(30.0)  # for the end of Ray and the engines
     recipe = sys.argv[-1]
     config = configs.read(configs.task_class(configs.written_tree(recipe), recipe), recipe)
     assert isinstance(config, RunConfig)
@@ -48,8 +40,8 @@ def main() -> None:
             hidden=config.environment.remote.token_variable,
         ) as cluster,
     ):
-        found = {"RAY_ADDRESS": cluster.address, "RAY_AUTH_TOKEN": token, KEPT_ENGINES: namespace}
-        print(json.dumps(found | {MARK: os.environ[MARK]}), flush=True)
+        env = {"RAY_ADDRESS": cluster.address, "RAY_AUTH_TOKEN": token, KEPT_ENGINES: namespace}
+        print(json.dumps(env | {MARK: os.environ[MARK]}), flush=True)
         signal.pause()
 
 

@@ -1,11 +1,9 @@
-"""The rollout service: decides which groups are generated, by which engine, and which step trains
-them. It keeps what is small; the token arrays of finished groups are kept elsewhere.
+"""The rollout service: which groups are generated, by which engine, and which step trains them.
 
     prompts --dispatch rule--> engines --Segment--> environment --Verdict--> Group --in order-->
     SharePlan per data rank
 
-One asyncio process owns all of it, so every decision is a plain call. `megarl.rollout.ray_cluster`
-makes a Ray actor of it. A failure of any part is kept and raised from whatever the trainer asks
+One asyncio process owns all of it. A failure is kept and raised from whatever the trainer asks
 next.
 """
 
@@ -34,89 +32,68 @@ from megarl.types import START, Cursor, Group, Prompt, Rollout
 
 
 def differing(group: Group) -> bool:
-    """A filter of `rollout.filter`: returns True for a group (all rollouts of a prompt) to train
-    on, one whose rewards, without length penalty, are not all equal (to 9 decimals).
-    """
+    """Whether a group's rewards, without length penalty, differ."""
     # Without the length penalty: answers that are all wrong stay a group to reject, however long
     # they are.
-    return len({round(one.reward - one.verdict.penalty, 9) for one in group.rollouts}) > 1
+    rewards = {round(rollout.reward - rollout.verdict.penalty, 9) for rollout in group.rollouts}
+    return len(rewards) > 1
 
 
 def every(group: Group) -> bool:
-    """A filter of `rollout.filter` that returns True for every group (all rollouts of a prompt):
-    all are trained on.
-    """
     return True
 
 
 FILTERS: dict[str, Callable[[Group], bool]] = {"differing": differing, "all": every}
-"""{name in `rollout.filter`: function of a finished group that returns True for one to train on;
-the others are replaced}. The group has rewards, verdicts and lengths, but no tokens:
-`Segment.arrays` is a reference."""
+"""{name in `rollout.filter`: function of a finished group without tokens: whether to train on
+it}
+"""
 
 
 @dataclass
 class FinishedGroups:
-    """Keeps the finished groups (all rollouts of a prompt) until they are trained, also those that
-    dynamic sampling rejected: in `closed` the groups of complete batches by step, in `open` all
-    others by ordinal (position in the training order).
-    """
+    """Keeps the finished groups until they are trained, also the rejected ones."""
 
     open: dict[int, Group] = field(default_factory=dict)
-    """{ordinal: group} of the groups of the open batch or later ones. A group's ordinal is the
-    position of its prompt in the training order."""
+    """{ordinal: group} of the open batch or later ones."""
     closed: dict[int, list[Group]] = field(default_factory=dict)
     """{step: groups of its complete batch, accepted and rejected}"""
     _kept: dict[int, list[Group]] = field(default_factory=dict)
     """{steps done: what `after` has returned}"""
 
     def close(self, step: int, drawn: Sequence[int]) -> list[Group]:
-        """Note that the batch of `step` is complete: it has the groups with the ordinals (positions
-        in the training order) `drawn`, accepted and rejected, which are returned in that order.
-        """
+        """Note that the batch of `step` is complete; returns its groups."""
         self.closed[step] = [self.open.pop(ordinal) for ordinal in drawn]
         return self.closed[step]
 
     def release(self, version: int) -> None:
-        """Forget the groups of the steps before `version`, which are trained, since the weights
-        have this version.
-        """
+        """Forget the groups of the steps before `version`."""
         for step in [step for step in self.closed if step < version]:
             del self.closed[step]
         for done in [done for done in self._kept if done < version]:
             del self._kept[done]
 
     def after(self, done: int) -> list[Group]:
-        """The finished groups that the first `done` steps have not used, ascending by ordinal
-        (position in the training order), for the checkpoint after these steps. A second call for
-        the same steps returns the same groups, though more are finished by then: several ranks
-        write them into one checkpoint.
-
-        Rejected groups are among them: the group that replaces a rejected one counts for an early
-        step only if the rejection is known, and for a later step it might be too old.
+        """The finished groups that the first `done` steps have not used, ascending, the same at
+        each call: all ranks write one checkpoint. Rejected ones are among them: a later step
+        could not replace them, as the replacement might be too old.
         """
         if done not in self._kept:
-            found = [*self.open.values()]
+            unused = [*self.open.values()]
             for step, groups in self.closed.items():
-                found += groups if step >= done else ()
-            self._kept[done] = sorted(found, key=lambda group: group.ordinal)
+                unused += groups if step >= done else ()
+            self._kept[done] = sorted(unused, key=lambda group: group.ordinal)
         return self._kept[done]
 
 
 def by_version(groups: Collection[Group]) -> list[tuple[int, Group]]:
-    """(weight version at which the group was started, group) of each group, ascending by version
-    and then by ordinal, the position of its prompt in the training order: the order in which steps
-    use them. Ordinals alone do not give this order if a resumed run has generated some groups
-    again, at newer weights.
-    """
-    found = [(group.members[0].dispatched_at, group) for group in groups]
-    return sorted(found, key=lambda one: (one[0], one[1].ordinal))
+    """(weight version at its start, group), ascending: the order in which steps use groups."""
+    pairs = [(group.members[0].dispatched_at, group) for group in groups]
+    return sorted(pairs, key=lambda pair: (pair[0], pair[1].ordinal))
 
 
 def refuse_used(groups: Collection[Group], cursor: Cursor) -> None:
-    """Raise `ValueError` if a checkpoint's unused finished `groups` contain a group twice, or one
-    that the steps before the checkpoint have used according to its `cursor`: all groups below
-    `cursor.first` in the training order, and those in `cursor.beyond`.
+    """Raise `ValueError` if a checkpoint's unused groups contain one twice, or one that `cursor`
+    has.
     """
     seen = set(cursor.beyond)
     for group in groups:
@@ -129,14 +106,12 @@ def refuse_used(groups: Collection[Group], cursor: Cursor) -> None:
 
 
 GREEDY = -1
-"""Number of a group's greedy response among its rollouts."""
+"""Number of a group's greedy response."""
 
 
 class RolloutService:
-    """Has engines generate groups of rollouts (all responses to one prompt) and the environment
-    score them, applies dynamic sampling, and keeps complete batches until the trainer takes them.
-    One service serves all trainer ranks, in one event loop of a process of its own. Steps count
-    from 0; step k trains weights of version k.
+    """Has engines generate groups and the environment score them, and keeps complete batches for
+    all trainer ranks. Steps count from 0; step k trains weights of version k.
     """
 
     def __init__(
@@ -163,19 +138,13 @@ class RolloutService:
         ledger: Recorder | None = None,
         keep: Callable[[Group], Awaitable[Group]] | None = None,
     ) -> None:
-        """`deal`: divides a step's groups over the data ranks, `megarl.rollout.batch.shares` with
-        the settings of the run. `held_out`: the problems of evaluations. `first_step`: step, from
-        0, with which the run begins or is resumed; earlier steps have used the groups of `cursor`.
-        `carried`: finished groups in the checkpoint, ascending. `group_filter`: which groups
-        dynamic sampling keeps, from `FILTERS` or file.py:function. `greedy_baseline`: whether each
-        group has a greedy response to compare with. `truncated`: what becomes of rollouts that are
-        cut off. `max_together`: limit of the tokens of a rollout that is
-        a tree, 0 for `config.max_new_tokens`. `max_turns`: limit of model segments in a rollout, 0
-        for none. `max_failure_share`: fraction of failed verdicts, 0 to 1, of a step or evaluation
-        from which the service fails. `ledger`: records what becomes of every group; None records
-        nothing. `keep`: moves the token arrays of a finished group to where ranks read them; None
-        leaves them in this process. Raises `ValueError` if a carried group is one that `cursor`
-        says is used.
+        """`deal`: `megarl.rollout.batch.shares` with the run's settings. `held_out`: problems of
+        evaluations. `first_step`: earlier ones have used the groups of `cursor`. `carried`:
+        finished groups of the checkpoint, ascending. `group_filter`: from `FILTERS`, or
+        file.py:function. `greedy_baseline`: each group has a greedy response. `max_together`,
+        `max_turns`, `max_failure_share`: as in `Attempts`. `keep`: moves a finished group's
+        token arrays to where ranks read them. Raises `ValueError` for a carried group that is
+        used.
         """
         refuse_used(carried, cursor)
         self._greedy_baseline, self._deal, self._held_out = greedy_baseline, deal, held_out
@@ -206,23 +175,21 @@ class RolloutService:
         self._closed_at = time.monotonic()
         """When generation started, or the newest batch was complete."""
         self._released_at = {first_step: self._closed_at}
-        """When each weight version was on the engines, as far as later batches need to know."""
+        """When weight versions were on the engines, as far as later batches need it."""
         self._taken = first_step - 1
-        """Newest step whose batch a rank has taken."""
+        """Newest step that a rank has taken."""
         self._is_early_stop = False
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        """{ordinal: task} of each group that is being generated."""
+        """{ordinal: task} of the groups in flight."""
         self._evaluations: dict[tuple[str, int], asyncio.Task[Evaluated]] = {}
         self._given: set[tuple[str, int]] = set()
-        """(name, weight version) of evaluations of which a rank has the result: the others get it
-        too."""
+        """(name, version) of evaluations of which a rank has the result: the others get it too."""
 
     # ------------------------------------------------------------------------- asked by the trainer
 
     async def start(self, receipts: Sequence[str] = ()) -> None:
-        """Start to generate, once the weights with which the run begins are on the engines; returns
-        while groups are being generated. `receipts`: digests of these weights, for the ledger;
-        empty for a command that publishes none.
+        """Start to generate, once the engines have the first weights; `receipts`: of these, for the
+        ledger.
         """
         self._closed_at = time.monotonic()
         self.engines.version = self.window.version
@@ -249,9 +216,8 @@ class RolloutService:
         await self._dispatch()
 
     async def interrupt(self, is_early_stop: bool = False) -> None:
-        """Give out no further batch and no further evaluation, so that the run ends. A step that
-        one rank has taken is still given to the others: all ranks end after the same step.
-        `is_early_stop`: whether the reason is a metric that is good enough, and not a signal.
+        """End the run: give out no further batch or evaluation. A step that one rank has taken is
+        still given to the others.
         """
         if not self._waits.is_interrupted:
             self._is_early_stop = is_early_stop
@@ -259,15 +225,12 @@ class RolloutService:
         await self._waits.notify()
 
     def is_early_stop(self) -> bool:
-        """Whether the run ends because its metric is good enough, and not by a signal."""
         return self._is_early_stop
 
     async def take(self, step: int, data_rank: int) -> SharePlan | None:
-        """Wait until the batch of `step` is complete and return the samples that `data_rank` trains
-        on, a `SharePlan`: without their token arrays, which `megarl.rollout.batch.assemble` adds.
-        None if the run was interrupted before any rank took that step. Raises `RuntimeError` if
-        generation has failed, and `UserError` if the verifier failed for at least the fraction
-        `environment.max_failure_share` of a step's responses.
+        """Wait for a rank's samples of `step`; None if the run was interrupted before any rank took
+        it. Raises `RuntimeError` if generation failed, `UserError` if the verifier failed too
+        often.
         """
         await self._waits.until(lambda: step in self._ready)
         if self._waits.is_interrupted and step > self._taken:
@@ -281,9 +244,8 @@ class RolloutService:
         return plan
 
     async def release(self, version: int, receipts: Sequence[str] = ()) -> None:
-        """Note that weights of `version` are on the engines; every rank may tell it. Discards the
-        batches of earlier steps, and starts the groups that the staleness limit now allows.
-        `receipts`: digests of these weights, for the ledger; empty if unknown.
+        """Note that weights of `version` are on the engines, and start the groups that this allows.
+        `receipts`: for the ledger; empty if unknown.
         """
         self.ledger.release(version)
         self._publish(version, receipts)
@@ -329,11 +291,8 @@ class RolloutService:
         return [group for group in groups if group.ordinal % self.num_data_ranks == data_rank]
 
     async def evaluate(self, temperature: float, name: str) -> Evaluated | None:
-        """Generate and score one response to each held-out problem with the present weights.
-        Returns (metrics {name: value}, a list with a dict for each of the first 128 problems:
-        "prompt", "response", "reward" and others); None if the run was interrupted. Every rank may
-        call it, and all get the result of the one evaluation of this `name` and weight version.
-        Raises `RuntimeError` and `UserError` as `take` does.
+        """One scored response to each held-out problem, for all ranks by `name` and version; None
+        if the run was interrupted. Raises as `take`.
         """
         key = (name, self.window.version)
         if key not in self._evaluations:
@@ -356,20 +315,14 @@ class RolloutService:
         name: str,
         inspects: bool = False,
     ) -> list[dict[str, Any]]:
-        """Generate and score one response to each of `prompts`. Returns a dict for each, in their
-        order: "prompt", "answer", "response" (text), "reward", "correct", "tokens" and others. The
-        sampling seeds depend only on the prompt and `name`. Raises `UserError` if the verifier
-        failed for at least the fraction `environment.max_failure_share` of the responses, unless
-        `inspects`. With `inspects` each dict also has "segments", the response's `Segment` objects
-        (token ids, log-probs, weight versions).
-        """
+        """As `megarl.rollout.evaluation.answers`."""
         asked = prompts, temperature, name
         return await self._waits.result(
             lambda: answers(self._attempts, *asked, num_texts=len(prompts), inspects=inspects)
         )
 
     async def stop(self) -> None:
-        """Cancel all running tasks, and end the ledger, the record of what became of each group."""
+        """Cancel all tasks, and end the ledger."""
         tasks = [*self._tasks.values(), *self._evaluations.values(), *self._transcripts.values()]
         for task in tasks:
             task.cancel()
@@ -379,18 +332,15 @@ class RolloutService:
     # ----------------------------------------------------------------------------------- collection
 
     def _has_verdicts(self, group: Group) -> bool:
-        """Whether enough of a group's rollouts have a verdict to compare them with each other."""
+        """Whether enough rollouts have a verdict to be compared."""
         has_baseline = group.greedy is not None or not self._greedy_baseline
         return has_baseline and len(group.rollouts) >= min(2, self.config.group_size)
 
     def _accepts(self, group: Group) -> bool:
-        """Whether a step may train on a group."""
         return self._has_verdicts(group) and self._filter(group)
 
     async def _dispatch(self) -> None:
-        """Start every group that the staleness limit allows and that some step of the run can still
-        use.
-        """
+        """Start every group that the dispatch policy allows."""
         while self._waits.failure is None and self.window.may_start():
             ordinal, version = self.window.start(), self.window.version
             prompt, seed = self.prompts.at(ordinal), self._attempts.seed(ordinal, 0)
@@ -401,8 +351,8 @@ class RolloutService:
             await asyncio.sleep(0)  # hundreds of groups at once would block the event loop
 
     async def _collect(self, ordinal: int, prompt: Prompt, version: int) -> None:
-        """Generate all rollouts of the group `ordinal`, started at `version`, and once more as many
-        as have no verdict; then complete every batch that has its groups.
+        """Generate a group, and once more what has no verdict; then complete the batches that have
+        it.
         """
         try:
             group = await self._generate(Group(ordinal, prompt, []), 0, version)
@@ -420,24 +370,23 @@ class RolloutService:
 
     async def _generate(self, group: Group, first: int, version: int) -> Group:
         """Generate the rollouts that `group` lacks, with numbers from `first` on, which decide
-        their seeds, and return the group with them.
+        their seeds.
         """
         samples = [*range(first, first + self.config.group_size - len(group.rollouts))]
         if self._greedy_baseline and group.greedy is None:
             samples.append(GREEDY)
-        running = [self._rollout(group.prompt, group.ordinal, one, version) for one in samples]
+        running = [self._rollout(group.prompt, group.ordinal, n, version) for n in samples]
         rollouts, greedy, left_out = [*group.rollouts], group.greedy, [*group.left_out]
-        for one in await asyncio.gather(*running):
-            if one.verdict.left_out:
-                left_out.append(one)
-            elif one.sample == GREEDY:
-                greedy = one
+        for rollout in await asyncio.gather(*running):
+            if rollout.verdict.left_out:
+                left_out.append(rollout)
+            elif rollout.sample == GREEDY:
+                greedy = rollout
             else:
-                rollouts.append(one)
+                rollouts.append(rollout)
         return Group(group.ordinal, group.prompt, rollouts, greedy, left_out)
 
     async def _add(self, group: Group) -> None:
-        """Keep a finished group, and complete every batch that has its groups."""
         self._finished.open[group.ordinal] = group
         self.ledger.finish(group)
         while (closing := self._close()) is not None:
@@ -449,20 +398,18 @@ class RolloutService:
             await self._waits.notify()
 
     def _close(self) -> Callable[[], StepGroups] | None:
-        """If the batch of the earliest incomplete step is complete now, a function that divides it
-        over the ranks; otherwise None.
-        """
+        """If the open batch is complete, a function that divides it over the ranks."""
         step, batch = self.window.step, self.window.close()
         if batch is None:
             return None
         drawn = self._finished.close(step, batch.drawn)
         chosen = set(batch.accepted)
-        without = {one.ordinal for one in drawn if not self._has_verdicts(one)}
-        reasons = {one: NO_VERDICTS if one in without else self._reason for one in batch.drawn}
+        without = {group.ordinal for group in drawn if not self._has_verdicts(group)}
+        reasons = {n: NO_VERDICTS if n in without else self._reason for n in batch.drawn}
         self.ledger.close(step, reasons, chosen, batch.swept)
         for ordinal in batch.swept:
             self._tasks[ordinal].cancel()
-        verdicts = [one.verdict for group in drawn for one in group.members]
+        verdicts = [rollout.verdict for group in drawn for rollout in group.members]
         limit = self._attempts.max_failure_share
         warning = failure_warning(verdicts, limit, f"step {step + 1}")
         self._cursors[step + 1] = self.window.cursor()
@@ -472,21 +419,20 @@ class RolloutService:
             drawn=drawn,
             accepted=[group for group in drawn if group.ordinal in chosen],
             seconds=self._seconds(step),
-            warning="; ".join(filter(None, [warning, *(one.warning for one in verdicts)])),
+            warning="; ".join(filter(None, [warning, *(verdict.warning for verdict in verdicts)])),
             stale=len(batch.swept) if self.config.dispatch != "ordered" else None,
             carried=self._adopted,
         )
 
     def _seconds(self, step: int) -> float:
-        """Seconds that the batch of `step`, which is complete now, took since its groups might
-        first start, or since the batch before it was complete, whichever is later.
+        """Since the step's groups might start, or the batch before it was complete, whichever is
+        later.
         """
         before, self._closed_at = self._closed_at, time.monotonic()
         allowed = self._released_at.get(step - self.limits.staleness, before)
         return self._closed_at - max(before, min(allowed, self._closed_at))
 
     async def _rollout(self, prompt: Prompt, ordinal: int, sample: int, version: int) -> Rollout:
-        """Generate and score one rollout of a group; the greedy one if `sample` is `GREEDY`."""
         temperature = 0.0 if sample == GREEDY else self.config.temperature
         segments, verdict = await self._attempts.attempt(
             prompt, ordinal, sample, temperature=temperature

@@ -42,18 +42,12 @@ def service_arguments(
     claim: Claim | None,
     recording: Recording | None,
 ) -> dict[str, Any]:
-    """The keyword arguments of a run's `RolloutService`, which has engines generate and the
-    environment score rollouts, and deals them out to trainer ranks; to be called in the service's
-    process, since some of the arguments cannot be pickled.
+    """The keyword arguments of a `RolloutService`; called in its process, since some cannot be
+    pickled.
 
-    `known`: the arguments that can be pickled, made by rank 0. `engines`: how they are
-    started. `codec`: decodes and encodes token ids. `token`: bearer token for reward servers, which
-    only rank 0 can read; None for none. `ledger`: the file that records what becomes of each group
-    (all rollouts of one prompt); None for no record. `claim`: this run's claim to its folder; if
-    another run has taken the folder over, the service fails instead of writing. None: not checked.
-    `recording`: folder in which the process records its activity, or None. Raises `OSError` or
-    `ValueError` for a ledger that cannot be continued, and `UserError` if another run owns the
-    folder.
+    `known`: those made by rank 0. `token`: for reward servers. `claim`: the service fails once
+    another run has taken the folder over; None: not checked. Raises `OSError` or `ValueError` for a
+    ledger that cannot be continued, `UserError` if another run owns the folder.
     """
     host, folder = ray.util.get_node_ip_address(), os.environ.get(MARK, "")
     channel = Channel(folder, "" if folder and host.startswith("127.") else host)
@@ -72,31 +66,27 @@ def service_arguments(
 
 
 class ServiceEnvironment(Environment):
-    """Scores a run's rollouts with its verifiers, and answers the model in rollouts of several
-    turns; runs in the rollout service's process. Unlike its base class it also decodes to text
-    those segments (parts of a rollout) whose token arrays are in Ray's object store.
-    """
+    """Also decodes segments whose token arrays are in Ray's object store."""
 
     async def texts(self, segments: Sequence[Segment]) -> list[str]:
-        return await super().texts([await loaded(part) for part in segments])
+        return await super().texts([await loaded(segment) for segment in segments])
 
 
 GC_THRESHOLD = (20_000, 20, 20)
-"""Of Python's garbage collector, whose defaults (700, 10, 10) suit a process with few objects. The
-service keeps hundreds of thousands as long as a step lasts, in no cycles that it drops, and would
-look through them for a tenth of its time."""
+"""Python's defaults (700, 10, 10) would take a tenth of the service's time: it keeps hundreds of
+thousands of objects as long as a step lasts.
+"""
 
 
 class ServiceActor(RolloutService):
-    """The rollout service as a Ray actor, which owns the engines. Trainer ranks call its methods
-    through `RolloutClient`, rank 0 calls engines through `EngineClient`. `build()` must be called
-    first: it makes the service in the actor, since verifiers cannot be pickled.
+    """The service as a Ray actor, which owns the engines. Call `build()` first: verifiers cannot be
+    pickled.
     """
 
     manager: EngineManager | None = None
 
     def __init__(self, arguments: Callable[[], dict[str, Any]]) -> None:
-        """`arguments`: returns the keyword arguments of `RolloutService`, in the actor."""
+        """`arguments`: returns the service's, in the actor."""
         die_with_raylet()
         self._arguments = arguments
 
@@ -127,9 +117,7 @@ class ServiceActor(RolloutService):
         return await getattr(self.manager, method)(*arguments)
 
     def silent_s(self) -> float:
-        """Seconds since the last progress: a step of an engine, or an answer of an engine or of the
-        environment.
-        """
+        """Seconds since a step of an engine, or an answer."""
         moved_at = self.manager.moved_at if self.manager else 0.0
         return time.monotonic() - max(moved_at, self._attempts.moved_at)
 

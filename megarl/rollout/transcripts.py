@@ -1,7 +1,4 @@
-"""Rollouts as text: the dicts ("records") that transcripts, evaluations and reports hold.
-
-segments, verdict, one text for each segment --record_of--> {response, reward, correct, turns, ...}
-"""
+"""Rollouts as text: the dicts ("records") that transcripts, evaluations and reports hold."""
 
 from __future__ import annotations
 
@@ -14,12 +11,10 @@ from megarl.types import Group, Prompt, Segment, Verdict, total_reward
 def record_of(
     segments: Sequence[Segment], verdict: Verdict, texts: Sequence[str]
 ) -> dict[str, Any]:
-    """The dict for one rollout in transcripts and evaluations: "response" (text), "correct",
-    "reward" (of all turns), "failure", "detail" (the verifier's error, "" for none), "tokens"
-    (generated), "finish" (why generation stopped), and, where there are any, "metrics", "turns"
-    and "left_out" (there is no verdict: correct and reward mean nothing).
-    `segments`: the parts of the rollout, in order, by model and environment. `verdict`: the result
-    of scoring. `texts`: each of the `segments` as text, or empty to leave the text out.
+    """The record of a rollout: "response", "correct", "reward" (of all turns), "failure", "detail",
+    "tokens" (generated), "finish" and, where there are any, "metrics", "turns", "left_out".
+
+    `texts`: of the segments; empty to leave the text out.
     """
     return {
         "response": "".join(texts),
@@ -27,7 +22,7 @@ def record_of(
         "reward": total_reward(segments, verdict),
         "failure": verdict.failure,
         "detail": verdict.detail,
-        "tokens": sum(part.num_tokens for part in segments if part.kind == "model"),
+        "tokens": sum(segment.num_tokens for segment in segments if segment.kind == "model"),
         "finish": segments[-1].finish if segments else "",
         **({"left_out": True} if verdict.left_out else {}),
         **({"metrics": verdict.metrics} if verdict.metrics else {}),
@@ -36,9 +31,7 @@ def record_of(
 
 
 def about(prompt: Prompt) -> dict[str, Any]:
-    """The part of a transcript's dict about its prompt: {"prompt": text, "answer": reference
-    answer}, in a mixture of verifiers also "environment", the verifier's name.
-    """
+    """{"prompt": text, "answer"}, in a mixture also "environment"."""
     named = {"environment": prompt.environment} if prompt.environment else {}
     return {"prompt": prompt.text, "answer": prompt.answer, **named}
 
@@ -46,26 +39,23 @@ def about(prompt: Prompt) -> dict[str, Any]:
 def turns(
     segments: Sequence[Segment], verdict: Verdict, texts: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """The segments of one rollout in the order in which they were made, each as {"by": "model" or
-    "environment", "text", "tokens": number}, with "follows" where it does not continue the one
-    before it: the number, from 0, of the one that it continues, or -1 for none. Model segments also
-    have "reward", which the environment gave for that turn (for the last one the verdict's reward),
-    and "finish", why generation stopped. `texts`: each segment as text.
+    """The segments, each as {"by": "model" or "environment", "text", "tokens"}, with "follows"
+    where it does not continue the one before. Model segments have "reward" and "finish".
     """
-    found: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     answer: dict[str, Any] = {}
-    for part, text in zip(segments, texts, strict=True):
-        turn = {"by": part.kind, "text": text, "tokens": part.num_tokens}
-        if part.follows is not None:
-            turn["follows"] = part.follows
-        if part.kind == "model":
+    for segment, text in zip(segments, texts, strict=True):
+        turn = {"by": segment.kind, "text": text, "tokens": segment.num_tokens}
+        if segment.follows is not None:
+            turn["follows"] = segment.follows
+        if segment.kind == "model":
             answer = turn
-            turn |= {"reward": 0.0, "finish": part.finish}
+            turn |= {"reward": 0.0, "finish": segment.finish}
         elif answer:
-            answer["reward"] += part.reward
-        found.append(turn)
+            answer["reward"] += segment.reward
+        records.append(turn)
     answer["reward"] = verdict.reward  # the last segment is the model's
-    return found
+    return records
 
 
 async def group_records(
@@ -73,21 +63,20 @@ async def group_records(
     groups: Sequence[Group],
     decode: Callable[[Sequence[Segment]], Awaitable[Sequence[str]]],
 ) -> list[dict[str, Any]]:
-    """The dicts of several groups of rollouts for the transcripts, one for each: "step" (the number
-    given), "ordinal" (position in the training order), "prompt", "answer", and "rollouts", a list
-    of dicts (`record_of`) with also "versions", [weight version, number of tokens] pairs. `decode`:
-    async function that returns the text of each of the segments it gets.
+    """For each group "step", "ordinal", "prompt", "answer" and "rollouts": records with "versions",
+    [version, tokens] pairs. `decode`: returns the text of each segment.
     """
     shown = {group.ordinal: [*group.rollouts, *group.left_out] for group in groups}
-    segments = [part for rollouts in shown.values() for one in rollouts for part in one.segments]
+    segments = [turn for rows in shown.values() for rollout in rows for turn in rollout.segments]
     texts = iter(await decode(segments) if segments else [])
-    found = []
+    records = []
     for group in groups:
         rollouts = []
-        for one in shown[group.ordinal]:
-            record = record_of(one.segments, one.verdict, [next(texts) for _ in one.segments])
-            record["versions"] = [list(span) for part in one.segments for span in part.versions]
+        for rollout in shown[group.ordinal]:
+            parts = rollout.segments
+            record = record_of(parts, rollout.verdict, [next(texts) for _ in parts])
+            record["versions"] = [list(span) for segment in parts for span in segment.versions]
             rollouts.append(record)
         about_group = {"step": step, "ordinal": group.ordinal, **about(group.prompt)}
-        found.append(about_group | {"rollouts": rollouts})
-    return found
+        records.append(about_group | {"rollouts": rollouts})
+    return records

@@ -1,6 +1,4 @@
-"""What ends the waits of the training ranks at the rollout service: a result, or the end or failure
-of the run.
-"""
+"""What ends the waits of the trainer ranks at the rollout service."""
 
 from __future__ import annotations
 
@@ -14,51 +12,41 @@ T = TypeVar("T")
 
 
 class Waits:
-    """Makes calls of trainer ranks to the rollout service wait, as asyncio coroutines, until a
-    result is there, or the run fails or is to end.
-    """
+    """Makes calls wait for a result, or for the end or failure of the run."""
 
     def __init__(self) -> None:
         self.failure: BaseException | None = None
-        """The error that has ended generation; None if there is none."""
+        """The error that has ended generation."""
         self.is_interrupted = False
         """Whether the run is to end after the present step."""
         self._changed = asyncio.Condition()
 
     async def notify(self) -> None:
-        """Have every coroutine that waits in this object check its condition again. Call it after
-        any change that may end a wait.
-        """
+        """Have every wait check its condition; call it after any change."""
         async with self._changed:
             self._changed.notify_all()
 
     async def fail(self, error: BaseException) -> None:
-        """Have all waits end because generation has failed by `error`, which `raise_failure` then
-        raises; only the first call sets the error.
-        """
+        """End all waits by `error`; only the first one counts."""
         self.failure = self.failure or error
         await self.notify()
 
     def raise_failure(self) -> None:
-        """If an error has ended generation, raise it: a `UserError` or `ProcessLost` as it is, any
-        other as a `RuntimeError`. Otherwise do nothing.
-        """
+        """A `UserError` or `ProcessLost` as it is, another error as `RuntimeError`."""
         if isinstance(self.failure, UserError | ProcessLost):
             raise self.failure
         if self.failure is not None:
             raise RuntimeError(f"rollouts stopped: {self.failure}") from self.failure
 
     async def until(self, is_ready: Callable[[], bool]) -> None:
-        """Wait until `is_ready()` is true, the run is interrupted, or generation has failed."""
+        """Wait for `is_ready()`, an interruption or a failure."""
         async with self._changed:
             await self._changed.wait_for(
                 lambda: self.failure is not None or self.is_interrupted or is_ready()
             )
 
     async def result(self, work: Callable[[], Awaitable[T]]) -> T:
-        """The result, or error, of `work()`. If generation fails meanwhile, `work()` is cancelled,
-        and the failure is raised.
-        """
+        """The result of `work()`, which a failure of generation cancels."""
         task = asyncio.create_task(self.noticed(work))
         try:
             async with self._changed:
@@ -70,7 +58,7 @@ class Waits:
             task.cancel()
 
     async def noticed(self, work: Callable[[], Awaitable[T]]) -> T:
-        """The result, or error, of `work()`; when it ends, all waits check their conditions."""
+        """The result of `work()`, at whose end all waits check."""
         try:
             return await work()
         finally:

@@ -1,1 +1,1 @@
-"""What a run does: the loops of training and evaluation, and how their parts are built."""
+"""What a run does: the loop of reinforcement learning, distillation, evaluation."""

@@ -1,8 +1,5 @@
-"""Builds what the RL loop works with on each rank: models, inference engines, the service that
-makes rollouts, the transfer of weights, checkpoints, and time limits.
-
-"All ranks of the job" includes ranks that have no part of the policy, only of other models, such as
-a reference on GPUs of its own.
+"""Builds what the RL loop works with on each rank: models, engines, rollouts, the transfer of
+weights, checkpoints, time limits. "All ranks" includes those of other models than the policy.
 """
 
 from __future__ import annotations
@@ -41,74 +38,58 @@ from megarl.weights.publisher import Publisher
 
 @dataclass
 class TrainingParts:
-    """What one rank of the policy needs to train on batches of rollouts: the recipe, the policy
-    with its optimizer (`policy`) and what trains it (`learner`), reference, critics, reward models
-    and teacher, checkpoints, and on rank 0 the writer of metrics (`observer`). Made by
-    `build_training`.
-    """
+    """What a rank of the policy needs to train on batches."""
 
     config: RunConfig
     context: RunContext
     first_step: int
-    """First step to run: the steps done by the resumed checkpoint, or 0 for a new run."""
+    """Steps done by the resumed checkpoint."""
     policy: Role
     reference: Scorer | None
-    """Computes the reference's log-prob of each token of a batch; None without a KL penalty."""
+    """None without a KL penalty."""
     critics: list[Critic]
-    """Compute the values of each batch and learn from its returns: no critic, one for GAE, or those
-    that an advantage function of the user's own needs."""
+    """None, one for GAE, or those that a user's own advantage function needs."""
     rewards: RewardModels
-    """Adds the scores of the reward models to the rewards of each batch; without reward models it
-    changes nothing."""
+    """Adds reward models' scores, if there are any."""
     teacher: Teacher | None
-    """Computes the teacher's token distributions for `task: distill`; None otherwise."""
+    """For `task: distill`."""
     serving: Orders | None
-    """Rank 0's orders to the ranks that hold no part of the policy; None where there are no such
-    ranks."""
+    """Rank 0's orders to ranks without a part of the policy, if there are any."""
     learner: PolicyGradient | Distillation
     checkpoints: Checkpoints
     observer: Observer | None
-    """Writes metrics; None except on rank 0."""
+    """Writes metrics on rank 0."""
     report: LiveReport
     """Writes `report.html` as the run goes."""
 
     @property
     def trained(self) -> list[Role]:
-        """The models on this rank that have an optimizer: the policy, and critics that have a part
-        here.
-        """
-        return [self.policy, *(one.role for one in self.critics if one.role is not None)]
+        """The models on this rank that have an optimizer."""
+        return [self.policy, *(critic.role for critic in self.critics if critic.role is not None)]
 
     def algorithm_state(self) -> dict[str, float]:
-        """What the algorithm adapts during a run, to be saved in a checkpoint: {name: number}, such
-        as the KL coefficient; empty for distillation, which adapts nothing.
-        """
+        """What the algorithm adapts during a run, such as the KL coefficient, for a checkpoint."""
         return self.learner.state() if isinstance(self.learner, PolicyGradient) else {}
 
 
 @dataclass
 class Parts(TrainingParts):
-    """What one rank of the policy needs for the RL loop: the models and checkpoints of
-    `TrainingParts`, and in addition inference engines (`generation`), the source of rollouts
-    (`rollouts`), and what sends weights to the engines (`publisher`). Made by `build`.
-    """
+    """What a rank of the policy needs for the RL loop."""
 
     generation: Generation
     rollouts: RolloutClient
     publisher: Publication
     num_held_out: int
-    """Number of held-out problems; 0 if the recipe has none."""
+    """Held-out problems."""
     batches: BatchWriter | None
-    """Writes the batch of each step for `megarl replay`; None where the recipe does not ask for it,
-    and on all but one of the ranks that get the same samples."""
+    """Writes batches for `megarl replay`, if the recipe asks for it, on one of the ranks with equal
+    samples.
+    """
 
 
 @dataclass
 class ServingParts:
-    """What a training rank needs that has no part of the policy, only of other models, such as a
-    reference on ranks of its own: these models (None or empty where there are none), checkpoints,
-    and the receiver of rank 0's orders (`serving`). Made by `build`.
-    """
+    """What a rank without a part of the policy needs."""
 
     config: RunConfig
     reference: Scorer | None
@@ -116,29 +97,28 @@ class ServingParts:
     rewards: RewardModels
     teacher: Teacher | None
     serving: Orders
-    """Orders of rank 0, which say what this rank does next."""
+    """Orders of rank 0."""
     checkpoints: Checkpoints
 
 
 def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | ServingParts:
-    """Create the objects of this rank. On ranks of the policy, returns `Parts`: models, inference
-    engines and rollouts, which are ready. On other ranks, returns `ServingParts`: models alone. All
-    ranks of the job call it together; it takes minutes. `context`: the opened run (mesh, device,
-    run folder), whose `stack` closes what is created, at the end of the run. `config`: the checked
-    recipe. `inputs`: what the checks have loaded (tokenizer, layout, data).
+    """The objects of this rank: `Parts`, ready, or `ServingParts` without a part of the policy.
+    Collective over all ranks; takes minutes.
+
+    `context.stack` closes what is created.
     """
     mesh, stack, generation = context.mesh, context.stack, None
     num_held_out = broadcast_object(len(inputs.held_out or ()), all_ranks())
     if mesh.is_member and config.rollout.placement == "disaggregated":
         # Engines take longest to start: they load while this process builds the policy.
         generation = begin_generation(context, config, inputs)
-    made = build_training(context, config, inputs, step_deadline_s(config, num_held_out))
-    if isinstance(made, ServingParts):
-        return made
+    training = build_training(context, config, inputs, step_deadline_s(config, num_held_out))
+    if isinstance(training, ServingParts):
+        return training
     if generation is None:
         # vLLM sizes its cache by the memory that is free, and takes what others free meanwhile for
         # its own: first every rank, which the start waits for, has built its roles and lent theirs.
-        for role in made.trained:
+        for role in training.trained:
             role.engine.offload()
         generation = begin_generation(context, config, inputs)
     start_s, whom = config.rollout.engine.start_timeout_s, "engines" if context.is_main else "rank0"
@@ -149,15 +129,15 @@ def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | 
         what, longest_s = "the start of the engines", start_s + mesh.timeout_s
         wait_for_first(generation.wait, mesh.world, what, longest_s)
         generation.join(stack)
-    publisher = make_publisher(config, inputs, made.policy, generation, mesh)
+    publisher = make_publisher(config, inputs, training.policy, generation, mesh)
     stack.callback(publisher.close)
     claim, batches = context.claim(), None
     if mesh.sample.rank == 0:
         lost = claim.problem if claim else str
         batches = BatchWriter(context.folder, mesh.data.rank, mesh.data.size, lost)
-        batches.start(made.first_step)  # also where none are written: old ones count no longer
+        batches.start(training.first_step)  # also where none are written: old ones count no longer
     return Parts(
-        **vars(made),
+        **vars(training),
         generation=generation,
         rollouts=RolloutClient(mesh.data.rank, silence_s=silence_s(config)),
         publisher=publisher,
@@ -169,11 +149,8 @@ def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | 
 def build_training(
     context: RunContext, config: RunConfig, inputs: RunInputs, deadline_s: float
 ) -> TrainingParts | ServingParts:
-    """Create the models of this rank, and load the checkpoint to resume from. Returns these models
-    as `TrainingParts` on ranks of the policy, else as `ServingParts`. All ranks of the job call it
-    together. `context`: the opened run (mesh, device, run folder). `config`: the checked recipe.
-    `inputs`: what the checks have loaded (tokenizer, layout, data). `deadline_s`: seconds that a
-    rank without a part of the policy waits for the next order of rank 0 at most.
+    """The models of this rank, and the checkpoint to resume from. Collective over all ranks.
+    `deadline_s`: how long a rank without a part of the policy waits for an order.
     """
     mesh, everyone, orders = context.mesh, all_ranks(), None
     if len(mesh.ranks) < everyone.size:
@@ -190,7 +167,7 @@ def build_training(
         reference, critics, rewards = make_roles(context, config, everyone, policy)
     checkpoints = context.checkpoints(
         policy.engine if policy else None,
-        {one.section: one.role.engine for one in critics if one.role is not None},
+        {critic.section: critic.role.engine for critic in critics if critic.role is not None},
         roles=trained_roles(config, inputs.roles),
         everyone=everyone,
     )
@@ -221,10 +198,8 @@ def build_training(
 
 
 def begin_generation(context: RunContext, config: RunConfig, inputs: RunInputs) -> Generation:
-    """Begin to start Ray, the inference engines and the service that makes rollouts, on rank 0;
-    does not wait for the engines. All ranks of the policy call it together. Before use, call on the
-    result `wait`, which blocks rank 0 until the engines are ready, and `join`, by which the other
-    ranks connect to Ray.
+    """Begin to start Ray, engines and service on rank 0. Collective over the policy's ranks. Before
+    use call `wait`, then `join`.
     """
     on_cpu = context.device.type == "cpu"
     with phase("Ray"), activity("start of Ray", kind="load"):
@@ -234,10 +209,8 @@ def begin_generation(context: RunContext, config: RunConfig, inputs: RunInputs) 
 def make_publisher(
     config: RunConfig, inputs: RunInputs, policy: Role, generation: Generation, mesh: ProcessMesh
 ) -> Publication:
-    """The object whose `publish` sends the policy's weights, or with `training.lora.publish:
-    adapter` only its LoRA adapters, from the trainer's ranks to the inference engines. All ranks of
-    the policy call it together. `policy`: this rank's part of the model; `generation`: the engines;
-    `mesh`: the policy's ranks.
+    """Sends whole weights, or with `training.lora.publish: adapter` adapters. Collective over the
+    policy's ranks.
     """
     engine, lora = config.rollout.engine, config.training.lora
     probe = Probe.random(
@@ -273,10 +246,7 @@ def make_publisher(
 
 
 def make_learner(config: RunConfig, policy: Role) -> PolicyGradient | Distillation:
-    """The object that trains the policy on the rollouts of a step: `Distillation` for a recipe of
-    `task: distill`, else `PolicyGradient`. Every rank of the policy calls it. `policy`: this
-    rank's part of the model with its optimizer.
-    """
+    """What trains the policy on a step's rollouts."""
     rollout = config.rollout
     if isinstance(config, DistillConfig):
         at_same = config.distillation.temperature == rollout.temperature
@@ -288,19 +258,15 @@ def make_learner(config: RunConfig, policy: Role) -> PolicyGradient | Distillati
 def make_teacher(
     context: RunContext, config: RunConfig, everyone: Axis, policy: Role | None
 ) -> Teacher | None:
-    """Create the frozen teacher model of a `task: distill` run, whose `read` computes its
-    distributions for a step's samples; returns None for other runs. All ranks of the job call it
-    together; `everyone` is their process group. `policy`: this rank's part of the policy, None on a
-    rank that has none.
-    """
+    """The frozen teacher of `task: distill`, else None. Collective over `everyone`."""
     if not isinstance(config, DistillConfig):
         return None
-    wanted = config.distillation
+    settings = config.distillation
     return Teacher(
         make_transfer(context, config, "teacher", everyone, head="states"),
         config.teacher.model,
         policy,
-        Divergence(wanted.divergence, wanted.beta, wanted.top_k, wanted.temperature),
+        Divergence(settings.divergence, settings.beta, settings.top_k, settings.temperature),
         precision=config.training.dtype,
     )
 
@@ -314,17 +280,14 @@ def make_transfer(
     head: HeadName = "logprobs",
     optimizer_steps: int | None = None,
 ) -> BatchTransfer:
-    """Create the model of the recipe's section `name` ("reference", "critic", "reward_models.NAME",
-    "teacher") on the ranks that the recipe gives it. Returns the object that sends batches from the
-    policy's ranks to this model and its results back. All ranks of the job call it together;
-    `everyone` is their process group. `head`: what the model computes for each token: "logprobs",
-    "value", "scalar" (a reward) or "states" (last hidden states). `optimizer_steps`: number of
-    optimizer steps in the whole run, for a model to be trained; None: the model is frozen.
+    """The model of section `name` (such as "critic", "reward_models.NAME") on its ranks, and the
+    transfer of batches to it. Collective over `everyone`. `optimizer_steps`: in the whole run;
+    None: frozen.
     """
-    settings, place = config.other_roles[name], context.inputs.roles.get(name)
+    settings, placement = config.other_roles[name], context.inputs.roles.get(name)
     mesh = context.mesh
-    if place is not None and (place.ranks, place.layout) != (mesh.ranks, mesh.layout):
-        mesh = context.make_mesh(place)
+    if placement is not None and (placement.ranks, placement.layout) != (mesh.ranks, mesh.layout):
+        mesh = context.make_mesh(placement)
     role = None
     if mesh.is_member:
         role = context.role(
@@ -341,7 +304,6 @@ def make_transfer(
 def _transfer_to(
     role: Role | None, mesh: ProcessMesh, context: RunContext, config: RunConfig, everyone: Axis
 ) -> BatchTransfer:
-    """What moves batches from the policy's ranks to `role` on the ranks of `mesh`."""
     return BatchTransfer(
         role,
         policy=context.mesh,
@@ -356,12 +318,9 @@ def _transfer_to(
 def make_roles(
     context: RunContext, config: RunConfig, everyone: Axis, policy: Role | None
 ) -> tuple[Scorer | None, list[Critic], RewardModels]:
-    """Create the models beside the policy: (reference, critics, reward models), objects that
-    compute log-probs, values and scores of a step's samples. The reference is None where the
-    algorithm does not use one. With LoRA and no reference model in the recipe, the policy itself is
-    the reference: without its adapters, or with their initial weights if the run starts from an
-    adapter and `reference.lora` is "start". All ranks of the job call it together; `everyone` is
-    their process group. `policy` is None on ranks that have no part of the policy.
+    """(reference, critics, reward models). With LoRA and no reference in the recipe, the policy
+    without its adapters is the reference, or with its first ones if `reference.lora` is "start".
+    Collective over `everyone`.
     """
     reference = None
     if "reference" in config.other_roles and policy_as_reference(config):
@@ -391,15 +350,13 @@ def make_roles(
 
 
 STEPS_OF = 10
-"""A rank waits for another model's step, which is made of many collectives, for so many times
-`training.collective_timeout_s`."""
+"""A rank waits so many times `training.collective_timeout_s` for another model's step, made of many
+collectives.
+"""
 
 
 def rollout_deadline_s(config: RunConfig, num_held_out: int) -> float:
-    """Seconds that the rollouts of one step, or one evaluation on the `num_held_out` held-out
-    problems, may take at most, from the recipe's deadline of a single request, and that of an
-    agent's own time.
-    """
+    """Seconds that the rollouts of one step, or one evaluation, may take."""
     draws = config.rollout.groups_per_step * config.rollout.dynamic_sampling.max_draws
     per_group = config.rollout.group_size + bool(config.greedy_baseline)
     requests = int((1 + config.rollout.max_staleness) * draws * per_group)
@@ -407,9 +364,8 @@ def rollout_deadline_s(config: RunConfig, num_held_out: int) -> float:
 
 
 def step_deadline_s(config: RunConfig, num_held_out: int) -> float:
-    """Seconds that a rank without a part of the policy waits for the next batch at most: the time
-    limits of rollouts, training, evaluations on `num_held_out` problems, and sending weights to the
-    engines, with starts of engines and repeated sending after failures.
+    """Seconds that a rank without a part of the policy waits for the next batch: for rollouts,
+    training, evaluations and publishing, with repeated starts of engines.
     """
     publish_s = (1 + config.weight_sync.replacements) * config.weight_sync.timeout_s
     start_s = (1 + config.weight_sync.replacements) * config.rollout.engine.start_timeout_s

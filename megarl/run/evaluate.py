@@ -1,8 +1,7 @@
 """`megarl eval`: held-out problems, answered by models as they are.
 
-For each model and data set: one greedy response to each problem, and with `evaluation.samples` or
-`evaluation.sampled_too` also sampled ones. Every generation is written to
-FOLDER/eval/NUMBER/generations.jsonl, the results to results.json beside it.
+Greedy responses, with `evaluation.samples` or `sampled_too` also sampled ones, go to
+FOLDER/eval/NUMBER/generations.jsonl, results to results.json beside it.
 """
 
 from __future__ import annotations
@@ -35,15 +34,12 @@ from megarl.trainer.context import RunInputs
 from megarl.types import Prompt
 
 PROBLEMS_PER_CALL = 256
-"""Problems in one request to the rollout service; this bounds the size of its answer."""
+"""Problems in one request to the rollout service, which bounds its answer."""
 
 
 def main(config: RunConfig, inputs: EvalInputs) -> int:
-    """The command `megarl eval`, in one process: evaluate every model on every data set. `config`
-    is the recipe; `inputs`, which the checks before the run have made, lists for each model its
-    recipe, tokenizer and tokenised problems. Writes generations.jsonl and results.json in a new
-    folder FOLDER/eval/NUMBER, where FOLDER is the recipe's `folder`, and prints the results as one
-    JSON object on stdout. Returns the exit code, 0.
+    """Evaluate every model on every data set, in one process; prints the results as one JSON
+    object. Returns the exit code.
     """
     folder = make_folder(Path(config.folder) / "eval")
     console.open_log(folder)
@@ -51,19 +47,19 @@ def main(config: RunConfig, inputs: EvalInputs) -> int:
     with (folder / "generations.jsonl").open(
         "w", encoding="utf-8", errors="backslashreplace"
     ) as to:
-        results = [one for case in inputs.cases for one in evaluate_case(case, to)]
-    found = {"folder": str(folder), "seed": config.seed, "results": results}
-    (folder / "results.json").write_text(json.dumps(found, indent=1) + "\n")
-    console.result(json.dumps(found))
+        results = [case_result for case in inputs.cases for case_result in evaluate_case(case, to)]
+    result = {"folder": str(folder), "seed": config.seed, "results": results}
+    (folder / "results.json").write_text(json.dumps(result, indent=1) + "\n")
+    console.result(json.dumps(result))
     return 0
 
 
 def make_folder(parent: Path) -> Path:
-    """Make the next numbered folder in `parent`, 000001 at first, and return its path. `parent` is
-    made if it does not exist. Two processes get different folders.
-    """
+    """The next numbered folder in `parent`, 000001 at first; two processes get different ones."""
     parent.mkdir(parents=True, exist_ok=True)
-    number = 1 + max((int(one.name) for one in parent.iterdir() if one.name.isdecimal()), default=0)
+    number = 1 + max(
+        (int(path.name) for path in parent.iterdir() if path.name.isdecimal()), default=0
+    )
     while True:
         folder = parent / f"{number:06d}"
         try:
@@ -74,12 +70,9 @@ def make_folder(parent: Path) -> Path:
 
 
 def evaluate_case(case: EvalCase, to: IO[str]) -> Iterator[dict[str, Any]]:
-    """Start the engines of one model and evaluate it: yields the results on one data set after
-    another, each a dict of metrics with `model` and `data`, and with `sampled`, a dict of metrics
-    of the sampled responses, if `evaluation.samples` is above 1 or `sampled_too` is set. `case`
-    holds the recipe with this model, its tokenizer and the tokenised problems by data set. Every
-    generation is written to the open text file `to`, one JSON object a line. The engines are closed
-    with the iterator.
+    """Start the engines of one model, and yield its results on one data set after another: metrics
+    with "model" and "data", and "sampled" if asked for. Generations go to `to`, one JSON object
+    a line.
     """
     tags = tags_of(case.inputs.tokenizer.chat_template)
     config, evaluation = case.config, case.config.evaluation
@@ -90,28 +83,25 @@ def evaluate_case(case: EvalCase, to: IO[str]) -> Iterator[dict[str, Any]]:
             about = {"model": config.model.path, "data": source}
             greedy = list(generate(client, prompts, evaluation.temperature, ["eval"]))
             add_records(to, about, "greedy", greedy)
-            found: dict[str, Any] = about | summarise_records(greedy)
+            result: dict[str, Any] = about | summarise_records(greedy)
             if evaluation.samples > 1 or evaluation.sampled_too:
                 names = ["eval_sampled", *(f"eval_sampled/{k}" for k in range(1, count))]
                 drawn = list(generate(client, prompts, config.rollout.temperature, names))
                 add_records(to, about, "sampled", drawn)
-                found["sampled"] = {
+                result["sampled"] = {
                     "samples": count,
                     "temperature": config.rollout.temperature,
                     **summarise_records(drawn),
                     **over_samples(drawn, len(prompts), with_tags(config.environment, tags)),
                 }
-            console.say(f"{config.model.path} on {source}: {shown(found, evaluation.temperature)}")
-            yield found
+            console.say(f"{config.model.path} on {source}: {shown(result, evaluation.temperature)}")
+            yield result
 
 
 @contextlib.contextmanager
 def answering(config: RunConfig, inputs: RunInputs, prompt: Prompt) -> Iterator[None]:
-    """A context manager in which inference engines of the model `config.model.path`, behind a
-    rollout service on a Ray cluster of their own, answer the requests of a `RolloutClient` in this
-    process. `inputs`: the model's tokenizer and stop tokens. Entering blocks until the engines are
-    ready and have scored the tokens of `prompt` as a test; raises `UserError` if the log-probs are
-    not finite.
+    """In this block, engines of `config.model.path` answer a `RolloutClient`. They have scored
+    `prompt` as a test: raises `UserError` if log-probs are not finite.
     """
     on_cpu = mesh.local_device().type == "cpu"
     with Cluster(
@@ -131,14 +121,11 @@ def answering(config: RunConfig, inputs: RunInputs, prompt: Prompt) -> Iterator[
         yield
 
 
-def shown(found: Mapping[str, Any], temperature: float) -> str:
-    """The accuracies in `found`, the results on one data set, as a line of text without newline:
-    first of the one response to each problem, sampled at `temperature` ("greedy" for 0), then, if
-    there are any, of several sampled responses to each problem.
-    """
+def shown(result: Mapping[str, Any], temperature: float) -> str:
+    """The accuracies of one data set as a line of text."""
     first = "greedy" if temperature == 0 else f"sampled at {temperature:g}"
-    parts = {first: found}
-    if sampled := found.get("sampled"):
+    parts = {first: result}
+    if sampled := result.get("sampled"):
         parts[f"{sampled['samples']} sampled at {sampled['temperature']:g}"] = sampled
 
     def numbers(metrics: Mapping[str, Any]) -> Iterator[str]:
@@ -150,10 +137,7 @@ def shown(found: Mapping[str, Any], temperature: float) -> str:
 
 
 def refuse_broken(scores: Sequence[Sequence[float]], model: str) -> None:
-    """Raise `UserError`, which names the model, if an engine has returned a log-prob that is NaN or
-    infinite. `scores`: [engines][tokens] log-probs of the same text. `model`: path or name of the
-    model.
-    """
+    """Raise `UserError` if one of the [engines][tokens] log-probs is not finite."""
     if not all(math.isfinite(score) for engine in scores for score in engine):
         raise UserError(
             f"model.path {model!r} gives log-probs that are not finite: its weights hold NaN or"
@@ -170,33 +154,26 @@ def generate(
     *,
     inspects: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """Have the rollout service generate and score one response to each of `prompts` (`Prompt`
-    objects: tokenised problems with reference answers) for each of `names`, which tell repeated
-    samples apart ("eval_sampled/1"). Yields a dict for each response: all problems for the first
-    name, in their order, then for the next. Keys are, among others, `prompt`, `response` (text),
-    `correct` (bool), `reward`, `tokens` (their number) and `finish`. A response's sampling seed
-    depends on the problem and the name alone.
+    """Have the service answer each prompt for each of `names`, which tell samples apart
+    ("eval_sampled/1"), in this order; yields records.
 
-    `temperature`: 0 for greedy. Raises `UserError` if the verifier failed for too many responses;
-    not with `inspects`, where each dict also has the response's token segments as `segments`.
+    A seed depends on problem and name alone. Raises `UserError` if the verifier failed too often;
+    not with `inspects`, which adds "segments".
     """
     parts = [
         prompts[first : first + PROBLEMS_PER_CALL]
         for first in range(0, len(prompts), PROBLEMS_PER_CALL)
     ]
     pending = [
-        client.answers(part, temperature, name, inspects=inspects)
+        client.answers(chunk, temperature, name, inspects=inspects)
         for name in names
-        for part in parts
+        for chunk in parts
     ]
     yield from itertools.chain.from_iterable(client.collect(pending))
 
 
 def add_records(to: IO[str], about: dict[str, str], kind: str, rows: list[dict[str, Any]]) -> None:
-    """Append the responses `rows` of one data set to the open text file `to`, one JSON object a
-    line: first the entries of `about` (model and data set), then "kind": `kind` ("greedy" or
-    "sampled"), then those of the row. NaN and infinity become null. The file is flushed.
-    """
+    """Append the rows to `to`, one JSON object a line; NaN and infinity become null."""
     for record in rows:
         to.write(json.dumps(finite(about | {"kind": kind} | record), ensure_ascii=False) + "\n")
     to.flush()
@@ -205,44 +182,42 @@ def add_records(to: IO[str], about: dict[str, str], kind: str, rows: list[dict[s
 def over_samples(
     records: list[dict[str, Any]], num_problems: int, environment: EnvironmentConfig
 ) -> dict[str, float | None]:
-    """avg@n, pass@k and maj@n, fractions 0 to 1 as {name: value}, of n responses to each of
-    `num_problems` problems. `records`: dicts of the responses with `correct` and `response`, first
-    one to each problem, then the next one to each. `environment`: the recipe's section, whose
-    verifier tells which answers are equal; maj@n is None where it does not.
+    """avg@n, pass@k and maj@n of n responses to each problem. `records`: first one of each problem,
+    then the next of each. maj@n is None where the verifier does not tell which answers are
+    equal.
     """
     by_problem = [
-        [one for one in records[number::num_problems] if not one.get("left_out")]
+        [record for record in records[number::num_problems] if not record.get("left_out")]
         for number in range(num_problems)
     ]
-    correct = [[one["correct"] for one in rows] for rows in by_problem]
+    correct = [[record["correct"] for record in rows] for rows in by_problem]
     answers, parts = None, environment.named_parts or {"": environment}
     # Of an agent, a record has all conversations, and not what was scored.
     is_whole = environment.may_score_itself or environment.agent.is_used
     if not is_whole and all(
-        part.verifier in ("exact_match", "math") and not (environment.mixture and part.rewards)
-        for part in parts.values()
+        section.verifier in ("exact_match", "math")
+        and not (environment.mixture and section.rewards)
+        for section in parts.values()
     ):
 
-        def answer(one: Mapping[str, Any]) -> str | None:
-            part = parts[one.get("environment", "")]
-            return final_answer(one["response"], part, one.get("prompt", ""))
+        def answer(record: Mapping[str, Any]) -> str | None:
+            section = parts[record.get("environment", "")]
+            return final_answer(record["response"], section, record.get("prompt", ""))
 
         answers = [list(map(answer, rows)) for rows in by_problem]
     return repeated_metrics(correct, answers, len(records) // num_problems)
 
 
 def final_answer(response: str, environment: EnvironmentConfig, question: str = "") -> str | None:
-    """The answer in a response's text, by which maj@n counts equal answers; None if the response
-    holds no answer. `environment`: the recipe's section. With its verifier `math` the answer is the
-    final expression, a plain number by its value; with any other, what `exact_match` compares: the
-    text after the last `answer_after` marker. `question`: the prompt's text, whose end may be the
-    opening tag of the response's thinking.
+    """The answer by which maj@n counts, or None: with the verifier `math` the final expression, a
+    plain number by its value; else what `exact_match` compares. `question`: its end may open the
+    response's thinking.
     """
     response = answer_part(response, environment.thinking, question)
     if environment.verifier == "math":
-        found = of_app("final_expression")(response)
-        number = of_app("plain_number")(found) if found is not None else None
-        return found if number is None else str(number)
+        expression = of_app("final_expression")(response)
+        number = of_app("plain_number")(expression) if expression is not None else None
+        return expression if number is None else str(number)
     marker = environment.answer_after
     if marker and marker not in response:
         return None

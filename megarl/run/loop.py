@@ -1,11 +1,9 @@
 """Reinforcement learning: prompts become rollouts, rewards, advantages; the policy learns; new
 weights go to the engines. The same code on every rank of the policy.
 
-Synchronous training is `rollout.max_staleness: 0` of this loop, not a second loop: the rollout
-service decides which rollouts may start; the loop takes a batch, trains on it, sends the new
-weights to the engines, and tells the service that the step is done. `task: distill` is this loop
-too, with another way to train (`megarl.run.distill`). `megarl.run.build` builds what the
-loop works with.
+Synchronous training is `rollout.max_staleness: 0` of this loop: the rollout service decides which
+rollouts may start; the loop takes a batch, trains, publishes, and says that the step is done.
+`task: distill` trains in another way (`megarl.run.distill`).
 """
 
 from __future__ import annotations
@@ -34,43 +32,29 @@ from megarl.trainer.policy import PolicyGradient
 from megarl.types import StepBatch, StepReport
 
 TrainStep = Callable[[TrainingParts, StepBatch], StepReport]
-"""Function of (objects of this rank, batch of one step) -> report with metrics: trains the policy,
-and critics if there are any, on the batch. All ranks of the policy call it together."""
+"""Trains on a rank's batch of one step. Collective over the policy's ranks."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """What a command does with the rollouts of each step, as two functions that the RL loop calls:
-    `train(parts, batch)` on ranks of the policy, which returns a `StepReport` (metrics), and
-    `serve(parts, step)` on ranks that have only other models. `task: rl` and `task: distill`
-    differ in these functions alone.
+    """What a command does in each step; `task: rl` and `task: distill` differ in these functions
+    alone.
     """
 
     train: TrainStep
-    """Trains the policy on one batch and returns the step's report. All ranks of the policy call
-    the function together, in every step."""
     serve: Callable[[ServingParts, int], None]
-    """The part of a step on a rank that has a reference, critic, reward model or teacher, but no
-    part of the policy: it computes, for each token of the batch that `train` gets, what its model
-    adds to it, such as log-probs or values. The number is the step, from 0. All such ranks call the
-    function together, in every step."""
+    """The part of step n, from 0, on a rank of other models only: what they compute for `train`.
+    Collective over such ranks.
+    """
 
 
 def main(config: RunConfig, inputs: RunInputs) -> int:
-    """The command `task: rl` on this rank: train the policy by reinforcement learning until
-    `config.steps` steps are done. All ranks call it together. `config` is the checked recipe,
-    `inputs` what the checks before a run have loaded: tokenizer, layout of the ranks and, on rank
-    0, the prompts. Returns the exit code, 0; rank 0 prints a summary as one JSON object on stdout.
-    """
+    """`task: rl` on this rank; returns the exit code."""
     return run_command(config, inputs, method_of(config))
 
 
 def run_command(config: RunConfig, inputs: RunInputs, method: Method) -> int:
-    """Train on rollouts until `config.steps` steps are done, on this rank; all ranks call it
-    together. Sets up torch.distributed, models and engines, and closes them at the end. `config` is
-    the checked recipe, `inputs` what the checks before a run have loaded (tokenizer, layout of the
-    ranks and, on rank 0, the prompts), `method` the functions that do a step's training. Returns
-    the exit code, 0; rank 0 prints a summary as one JSON object on stdout. Errors are raised, and
+    """Train on rollouts until `config.steps`; rank 0 prints a summary as JSON. Collective. Raises
     `EndedBySignal` after a signal.
     """
     with open_context(config, inputs) as context:
@@ -85,17 +69,14 @@ def run_command(config: RunConfig, inputs: RunInputs, method: Method) -> int:
     if is_main:
         folder = Path(config.folder)
         LiveReport(folder).write()
-        found = summary(folder) | {"seed": config.seed, "run_s": round(console.elapsed_s(), 1)}
-        console.result(json.dumps(found))
+        result = summary(folder) | {"seed": config.seed, "run_s": round(console.elapsed_s(), 1)}
+        console.result(json.dumps(result))
     return 0
 
 
 def run(parts: Parts, method: Method) -> None:
-    """The RL loop of a rank of the policy: train until `config.steps` steps are done, or a metric
-    is good enough for an early stop. All ranks of the policy call it together. `parts`: this rank's
-    models, engines, rollouts and checkpoints, as `build` returns them; `method`: the functions that
-    do a step's training. A signal ends the run after the last finished step, with a checkpoint of
-    that step; `EndedBySignal` is raised then.
+    """The RL loop of a rank of the policy. A signal ends it with a checkpoint of the last finished
+    step, and `EndedBySignal`. Collective over the policy's ranks.
     """
     with graceful() as stop:
         parts.rollouts.stop = stop
@@ -110,11 +91,9 @@ def run(parts: Parts, method: Method) -> None:
 
 
 def train_steps(parts: Parts, method: Method) -> tuple[int, int]:
-    """Train from step `parts.first_step` on, with rollouts, evaluations and checkpoints. All ranks
-    of the policy call it together. `parts`: this rank's models, engines, rollouts and checkpoints;
-    `method`: the functions that do a step's training. Returns (steps done, steps done at the newest
-    checkpoint); fewer steps than `config.steps` if a signal or an early stop has ended the run.
-    Raises `UserError` if no step has changed the weights.
+    """Returns (steps done, steps done at the newest checkpoint), fewer than `config.steps` after a
+    signal or an early stop. Raises `UserError` if no step has changed the weights. Collective
+    over the policy's ranks.
     """
     config, rollouts = parts.config, parts.rollouts
     is_colocated = config.rollout.placement == "colocated"
@@ -171,13 +150,11 @@ def train_steps(parts: Parts, method: Method) -> tuple[int, int]:
 
 
 def train_step(parts: TrainingParts, method: Method, batch: StepBatch) -> StepReport:
-    """Train for one step on `batch`, the samples that this rank has of the step. `method`: the
-    recipe's `algorithm.method`. Returns the step's report, with the metrics of the rollouts and
-    "tokens/trained" (the number of response tokens) added, unless the method has set them. All
-    ranks of the policy call it together.
+    """Train one step. The report's metrics are the rollouts', "tokens/trained" and the method's.
+    Collective over the policy's ranks.
 
-    Raises `UserError` if the method does not return a `StepReport`, and after
-    `training.max_empty_steps` steps in a row without samples.
+    Raises `UserError` if the method returns no `StepReport`, and after `training.max_empty_steps`
+    steps without samples.
     """
     # A copy, to which models and functions add: the recorded batch is being written meanwhile.
     batch = replace(batch, metrics=dict(batch.metrics))
@@ -195,9 +172,8 @@ def train_step(parts: TrainingParts, method: Method, batch: StepBatch) -> StepRe
 
 
 def lend_memory(parts: Parts) -> None:
-    """Move master weights and optimizer state of every trained model in `parts` (this rank's models
-    and engines) from the GPU to the host, and then wake the inference engines that share the
-    trainer's GPUs. All ranks of the policy call it together.
+    """Move master weights and optimizer state to the host, then wake the engines that share the
+    GPUs. Collective over the policy's ranks.
     """
     for role in parts.trained:
         role.engine.offload()
@@ -207,10 +183,8 @@ def lend_memory(parts: Parts) -> None:
 
 
 def save(parts: Parts, done: int) -> None:
-    """Begin to write the checkpoint after `done` steps into the run folder: the trained models, the
-    position in the data, and finished rollouts that are not used yet. Files are written while
-    training goes on. All ranks of the policy call it together. `parts`: this rank's models,
-    rollouts and checkpoints. Errors of writing are raised (`OSError`, `UserError`).
+    """Begin to write the checkpoint after `done` steps, with the unused rollouts. Collective over
+    the policy's ranks. Raises `OSError` or `UserError`.
     """
     record_batch(parts, None, done)
     cursor = parts.rollouts.cursor(done)
@@ -229,29 +203,23 @@ def save(parts: Parts, done: int) -> None:
 
 
 def record_batch(parts: Parts, batch: StepBatch | None, done: int) -> None:
-    """Begin to write `batch` (this rank's samples of a step) into the run folder, from which
-    `megarl replay` trains again, after waiting until earlier batches are on the disk; None: only
-    wait. Does nothing unless the recipe sets `observe.batches`. All ranks of the policy call it
-    together. Raises `UserError` on all of them if a batch could not be written; `done` is the
-    number of steps done.
+    """Begin to write `batch` for `megarl replay`, once earlier ones are on the disk (None: only
+    wait). Raises `UserError` on all ranks of the policy, which call it together.
     """
     if not parts.config.observe.batches:
         return
     problem = parts.batches.flush() if parts.batches is not None else ""
     problems = gather_objects(problem, parts.context.mesh.world)
-    if said := next(filter(None, problems), ""):
+    if failure := next(filter(None, problems), ""):
         tell(parts, "abort", done)
-        raise UserError(said)
+        raise UserError(failure)
     if batch is not None and parts.batches is not None:
         parts.batches.write(batch)
 
 
 def publish(parts: Parts, version: int) -> dict[str, float]:
-    """Send the policy's weights to every inference engine, as weight version `version` (the number
-    of steps done). All ranks of the policy call it together; blocks until the engines have them.
-    Returns metrics such as `publish/bytes` {name: number}. `parts`: the objects of this rank,
-    as `megarl.run.build` made them. Raises `RuntimeError` on every rank if an engine
-    does not answer in time or holds other weights than were sent.
+    """Send the policy's weights to every engine; returns metrics. Collective over the policy's
+    ranks. Raises `RuntimeError` on all if an engine is late or holds other weights.
     """
     timeout_s = parts.config.weight_sync.timeout_s
     what = f"publication of weights {version}"
@@ -263,20 +231,16 @@ Order = Literal["train", "save", "end", "abort"]
 
 
 def tell(parts: TrainingParts, order: Order, step: int) -> None:
-    """On rank 0, send an order to the ranks that hold no part of the policy: "train" step `step`
-    (from 0), "save" a checkpoint after `step` steps, "end" the run, or "abort" it without waiting
-    for a checkpoint. Does nothing if there are no such ranks; does not block.
+    """Rank 0 tells ranks without a part of the policy to "train" step n from 0, "save" after n
+    steps, "end", or "abort" without waiting for a checkpoint.
     """
     if parts.serving is not None:
         parts.serving.give(order, step)
 
 
 def policy_gradient_step(parts: TrainingParts, batch: StepBatch) -> StepReport:
-    """One step of `task: rl` on a rank of the policy: reward models, reference and critics
-    compute their values for each token of `batch` (this rank's samples of the step), rewards become
-    advantages, then policy and critics are trained; only critics while these warm up. All ranks of
-    the policy call it together. `parts`: this rank's models. Returns the step's number and metrics
-    {name: number}, the same on each rank.
+    """One step of `task: rl`: other models compute their values, rewards become advantages, then
+    policy and critics learn. Collective over the policy's ranks.
     """
     policy, learner, step = parts.policy, parts.learner, batch.step
     assert isinstance(learner, PolicyGradient)
@@ -305,11 +269,7 @@ def policy_gradient_step(parts: TrainingParts, batch: StepBatch) -> StepReport:
 
 
 def work_as_role(parts: ServingParts, step: int) -> None:
-    """One step of `task: rl` on a rank that has no part of the policy: its reward models,
-    reference and critics compute their values for the samples that the policy's ranks send, send
-    them back, and the critics are trained. All such ranks call it together. `parts`: this rank's
-    models. `step`: number of the step, from 0.
-    """
+    """`policy_gradient_step` on ranks without a part of the policy. Collective over these."""
     parts.rewards.scores(None, ())
     if parts.reference is not None:
         parts.reference.score(None, (), temperature=parts.config.rollout.temperature)
@@ -324,25 +284,19 @@ def work_as_role(parts: ServingParts, step: int) -> None:
 
 
 METHODS: dict[str, TrainStep] = {"policy_gradient": policy_gradient_step}
-"""{name in `algorithm.method`: function that trains on the batch of one step}"""
+"""{name in `algorithm.method`: function}"""
 
 
 def method_of(config: RunConfig) -> Method:
-    """The functions that `task: rl` calls in each step. On ranks of the policy it is the
-    training step that the recipe's `algorithm.method` names, a key of `METHODS` or the user's own
-    FILE.py:NAME; on other ranks `work_as_role`, which computes for the policy's ranks. Raises
-    `ValueError` if the file has no such function.
+    """`algorithm.method` on ranks of the policy, a key of `METHODS` or FILE.py:NAME. Raises
+    `ValueError` if there is no such function.
     """
     return Method(function_of(config.algorithm.method, METHODS, "algorithm.method"), work_as_role)
 
 
 def serve(parts: ServingParts, method: Method) -> None:
-    """The RL loop of a training rank that has no part of the policy, but of a reference, critic,
-    reward model or teacher (`parts`). It waits for orders of rank 0 until the run ends, and calls
-    `method.serve` for each step or writes a checkpoint. All such ranks call it together.
-
-    After a signal the loop goes on until rank 0 ends it, because the policy's ranks finish their
-    step; then `EndedBySignal` is raised.
+    """The loop of a rank without a part of the policy: it obeys rank 0's orders until the run ends,
+    also after a signal, and then raises `EndedBySignal`.
     """
     with graceful() as stop:
         while True:
@@ -361,9 +315,8 @@ def serve(parts: ServingParts, method: Method) -> None:
 
 
 def refuse_lost(parts: TrainingParts, done: int) -> None:
-    """End the run with `UserError` on every rank if another run has become the owner of the run
-    folder. All ranks of the policy call it together, after `done` steps and before anything is
-    written to the folder.
+    """Raise `UserError` on every rank if another run owns the folder. Collective over the policy's
+    ranks.
     """
     if lost := parts.context.lost_folder():
         tell(parts, "abort", done)
@@ -371,11 +324,8 @@ def refuse_lost(parts: TrainingParts, done: int) -> None:
 
 
 def observe(parts: Parts, report: StepReport, transcripts: list[dict[str, Any]]) -> None:
-    """After a training step, rank 0 writes its metrics and transcripts to the run folder, and ends
-    the run if a metric is good enough for an early stop. `report`: the step's number and metrics,
-    the same on every rank; `transcripts`: on rank 0, dicts of prompts with their responses as text.
-    All ranks of the policy call it together. Raises `UserError` on each of them if another run owns
-    the run folder.
+    """Write a step's metrics and transcripts on rank 0, and stop early if due. Collective over the
+    policy's ranks. Raises `UserError` if another run owns the folder.
     """
     refuse_lost(parts, report.step + 1)
     if parts.observer is not None:
@@ -387,9 +337,8 @@ def observe(parts: Parts, report: StepReport, transcripts: list[dict[str, Any]])
 
 
 def _evaluate(parts: Parts, step: int) -> bool:
-    """Evaluate the weights after `step` steps on the held-out problems. All ranks call it and wait:
-    a rank that went on would run into the timeout of its next collective. Returns False if the run
-    was interrupted.
+    """Evaluate the weights; False if the run was interrupted. All ranks wait, or the next
+    collective would time out.
     """
     config = parts.config.evaluation
     if not parts.num_held_out:
@@ -401,14 +350,14 @@ def _evaluate(parts: Parts, step: int) -> bool:
         if is_evaluated(parts, step, name):
             continue
         with activity(f"evaluation '{name}' after step {step}", kind="evaluate"):
-            found = parts.rollouts.evaluate(temperature, name)
-        if found is None:
+            evaluated = parts.rollouts.evaluate(temperature, name)
+        if evaluated is None:
             if parts.observer is not None:
                 console.say(
                     f"the evaluation after step {step} was interrupted; --resume auto makes it"
                 )
             return False
-        metrics, transcripts = found
+        metrics, transcripts = evaluated
         refuse_lost(parts, step)
         shown = transcripts if name == "eval" else []
         if parts.observer is not None:
@@ -421,24 +370,19 @@ def _evaluate(parts: Parts, step: int) -> bool:
 
 
 def is_evaluated(parts: Parts, step: int, name: str) -> bool:
-    """Whether the run folder already has the results of the evaluation `name` ("eval" or
-    "eval_sampled") after `step` steps, so that a run resumed from the checkpoint of that step need
-    not repeat it. If so, rank 0 checks these results for an early stop. Always False in a new run
-    and for other steps. All ranks of the policy call it together and get the same answer.
+    """Whether a resumed run's folder has this evaluation already; rank 0 then checks it for an
+    early stop. Collective over the policy's ranks.
     """
     if step != parts.first_step or step == 0:
         return False
-    found = parts.observer.evaluated(step, name) if parts.observer is not None else None
-    if parts.observer is not None and found is not None:
-        stop_early(parts, step, found)
-    return broadcast_object(found is not None, parts.context.mesh.world)
+    metrics = parts.observer.evaluated(step, name) if parts.observer is not None else None
+    if parts.observer is not None and metrics is not None:
+        stop_early(parts, step, metrics)
+    return broadcast_object(metrics is not None, parts.context.mesh.world)
 
 
 def stop_again(parts: Parts) -> None:
-    """In a run resumed from a checkpoint, end the run if the training metrics of the checkpoint's
-    last step are good enough for an early stop. A run that has stopped early therefore stops at
-    once when it is started again. Does nothing on ranks other than rank 0.
-    """
+    """Stop a resumed run whose last step was good enough for an early stop."""
     if parts.observer is not None and parts.first_step > 0:
         metrics = parts.observer.trained(parts.first_step)
         if parts.config.early_stop.metric in metrics:
@@ -446,10 +390,8 @@ def stop_again(parts: Parts) -> None:
 
 
 def stop_early(parts: Parts, done: int, metrics: Mapping[str, float]) -> None:
-    """On rank 0, end the run on all ranks after the present step if `metrics` {name: value},
-    measured after `done` steps, are good enough by the recipe's section `early_stop`. Raises
-    `UserError` if `metrics` lack the metric that the section names, though they are of its kind (of
-    an evaluation or of a step); only megarl's own metrics of steps may be missing.
+    """On rank 0, end the run after this step if `metrics` are good enough. Raises `UserError` as
+    `reached`.
     """
     early = parts.config.early_stop
     if done < parts.config.steps and reached(early, metrics):

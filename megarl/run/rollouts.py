@@ -45,10 +45,8 @@ from megarl.types import START, Group
 
 @dataclass
 class Generation:
-    """One trainer rank's handle on the part of a run that generates rollouts (Ray, the engines and
-    the rollout service): waits until it is ready, and puts colocated engines to sleep and wakes
-    them. `start_generation` makes it on every rank. `cluster` and `engines` are None except on rank
-    0.
+    """A trainer rank's handle on Ray, the engines and the service; `cluster` and `engines` on rank
+    0 only.
     """
 
     config: RunConfig
@@ -57,41 +55,34 @@ class Generation:
     engines: EngineClient | None
 
     def wait(self) -> None:
-        """On rank 0, block until rollout service and engines are ready; other ranks return at once.
-        Raises `RuntimeError` if one fails, or is not ready within `rollout.engine.start_timeout_s`
-        seconds.
+        """On rank 0, wait until service and engines are ready. Raises `RuntimeError` if one fails
+        or is late.
         """
         if self.cluster is not None and self.engines is not None:
             self.cluster.wait_for_service(self.config.rollout.engine.start_timeout_s)
             self.engines.wait()
 
     def join(self, stack: ExitStack) -> None:
-        """Have all other ranks join the Ray cluster of rank 0. All ranks call it together; it
-        blocks. `stack`: disconnects when it closes.
-        """
-        place = None
+        """Have the other ranks join Ray until `stack` closes. Collective."""
+        address = None
         if self.cluster is not None:
-            place = (self.cluster.address, self.cluster.namespace, own_cluster_token())
-        place = broadcast_object(place, self.mesh.world)
+            address = (self.cluster.address, self.cluster.namespace, own_cluster_token())
+        address = broadcast_object(address, self.mesh.world)
         if self.cluster is None:
-            assert place is not None
-            stack.enter_context(Cluster(namespace=place[1], address=place[0], token=place[2]))
+            assert address is not None
+            stack.enter_context(Cluster(namespace=address[1], address=address[0], token=address[2]))
 
     def sleep(self) -> None:
-        """Have colocated engines free their GPU memory for training, and block until they have. All
-        ranks call it together. Raises `RuntimeError` on every rank if an engine fails.
+        """Free the GPU memory of colocated engines. Collective. Raises `RuntimeError` on every rank
+        if one fails.
         """
         self._ask_engines("putting the engines to sleep", EngineClient.sleep)
 
     def wake(self) -> None:
-        """Have colocated engines allocate the memory of their weights again, uninitialised, and
-        block until they have. The values come when the trainer next sends its weights. All ranks
-        call it together. Raises `RuntimeError` on every rank if an engine fails.
-        """
+        """Allocate the memory again, uninitialised; otherwise as `sleep`."""
         self._ask_engines("waking the engines up", EngineClient.wake)
 
     def _ask_engines(self, doing: str, call: Callable[..., None]) -> None:
-        """Run a call to the engines on rank 0; an error is raised on every rank."""
         timeout_s = self.config.weight_sync.timeout_s
         failure = on_first(lambda: call(self.engines, timeout_s=timeout_s), self.mesh.world)
         if failure:
@@ -101,12 +92,8 @@ class Generation:
 def start_generation(
     config: RunConfig, inputs: RunInputs, mesh: ProcessMesh, stack: ExitStack, *, on_cpu: bool
 ) -> Generation:
-    """On rank 0, start Ray, begin to start the engines and the rollout service, and return without
-    waiting for them: the caller builds the model meanwhile. All ranks call it together. Call
-    `Generation.wait` on the result before use. `inputs`: made by `megarl.checks.preflight`; has, on
-    rank 0, the prompts for training and evaluation, the tokenizer, the tokens that end a response,
-    and the folder of the checkpoint to resume from. `stack`: ends all that was started when it
-    closes. `on_cpu`: whether trainer and engines run without GPUs.
+    """On rank 0, begin to start Ray, engines and service, until `stack` closes. Collective. Call
+    `Generation.wait` before use; meanwhile the caller builds the model.
     """
     ranks = gather_objects(RankPlace.mine(on_cpu=on_cpu), mesh.world)
     if mesh.world.rank != 0:
@@ -137,10 +124,8 @@ def start_generation(
 
 
 def carried_groups(config: RunConfig, inputs: RunInputs, checkpoint: Path) -> list[Group]:
-    """The finished groups (all rollouts of a prompt) in the checkpoint folder `checkpoint` that no
-    step has trained on, in the order of their prompts. Their token arrays are put into Ray's object
-    store and live as long as this process. Groups that were made with other settings are left out,
-    which a line on the console says.
+    """The checkpoint's finished groups that no step has used, with arrays in Ray's object store.
+    Groups made with other settings are left out, which a line says.
     """
     assert inputs.prompts is not None
     groups, left_out = read_groups(checkpoint, made_with(config), inputs.prompts.at)
@@ -167,14 +152,11 @@ def start_engines(
     adapter_rank: int = 0,
     recording: Recording | None = None,
 ) -> EngineStarts:
-    """Begin to start the engines that `config` asks for in the Ray cluster that this process has
-    joined, and return without waiting. Called on rank 0.
+    """Begin to start the engines of `config` on the joined Ray cluster, from rank 0.
 
-    `stop_token_ids`: tokens that end a response. `ranks`: host and GPU of each trainer rank, whose
-    GPUs colocated engines use; empty where nothing is trained. `load`: engines read the model's
-    weights from disk instead of waiting for the trainer's weights of version 0. `adapter_rank`:
-    rank of the LoRA adapters that will be sent to the engines, 0 for none. `recording`: the run's
-    folder of activity files, to which the engines write what they do; None: they write none.
+    `ranks`: of the trainer, whose GPUs colocated engines use; empty where nothing is trained.
+    `load`: read weights from disk instead of waiting for version 0. `adapter_rank`: of LoRA
+    adapters to come, or 0. `recording`: where engines write activity.
     """
     engine, count = config.rollout.engine, config.rollout.num_engines
     shares = config.rollout.placement == "colocated" and bool(ranks)
@@ -218,13 +200,9 @@ def start_service(
     records: bool = False,
     recording: Recording | None = None,
 ) -> EngineClient:
-    """Begin to start the rollout service in a Ray actor, which takes the engines over; returns what
-    rank 0 calls these by. Called on rank 0; does not wait (`Cluster.wait_for_service` does). The
-    prompts of `inputs`, which only rank 0 has, are moved to the service, and so are position and
-    finished groups of the checkpoint to resume from, if there is one.
-
-    `records`: whether the service writes the ledger of the run folder. `recording`: the run's
-    folder of activity files; None: service and environment write none.
+    """Begin to start the service, which takes over engines, the prompts of `inputs`, and the groups
+    of the checkpoint to resume from. Returns what rank 0 calls engines by. `records`: write the
+    ledger.
     """
     assert inputs.prompts is not None
     step, cursor, carried = 0, START, list[Group]()

@@ -12,18 +12,15 @@ from megarl.trainer.context import RunContext
 
 
 def due(done: int, every: int, last: int) -> bool:
-    """Whether a periodic action (checkpoint, evaluation) is to run after `done` of `last` steps:
-    after every `every` steps (0: not periodically), and always after the last step.
+    """Whether a periodic action is to run: after every `every` steps (0: never), and after the
+    last.
     """
     return done == last or (every > 0 and done % every == 0)
 
 
 def save_due(run: RunContext, done: int, last: int) -> bool:
-    """Whether a checkpoint is to be written after `done` of `last` steps: by the recipe's
-    `training.checkpoint.every` (steps) or `minutes`, and after the last step; with `best` also
-    before each evaluation, whose weights may be the best. `run`: the opened run with recipe and
-    mesh; if a checkpoint is due, its `saved_at` is set to now. All ranks of the run's mesh call it
-    together and get the same answer, since the clock is rank 0's.
+    """Whether to write a checkpoint, by steps, by minutes of rank 0's clock, at the end and, with
+    `best`, at evaluations; then sets `run.saved_at`. Collective.
     """
     config, evaluates = run.config.training.checkpoint, run.config.evaluation.every
     is_due = due(done, config.every, last) or bool(config.best and due(done, evaluates, last))
@@ -36,11 +33,9 @@ def save_due(run: RunContext, done: int, last: int) -> bool:
 
 
 def reached(config: EarlyStopConfig, metrics: Mapping[str, float]) -> bool:
-    """Whether `metrics`, {name: value} of a step or of an evaluation, are good enough to end the
-    run by the recipe's section `early_stop` (`config`). False if the section names no metric, or
-    one of another kind: names from evaluations begin with "eval/" or "eval_sampled/", those from
-    steps do not. If a metric of the right kind is missing: False for megarl's own metrics of steps,
-    which a step that trains only critics lacks; `UserError` for any other metric.
+    """Whether `metrics` of a step or an evaluation are good enough for `early_stop`; False for
+    another kind of metric, or one of a step that trains only critics. Raises `UserError` if it
+    is missing otherwise.
     """
     name = config.metric
     if not name or _kind(name) not in {_kind(key) for key in metrics}:
@@ -58,6 +53,6 @@ def reached(config: EarlyStopConfig, metrics: Mapping[str, float]) -> bool:
 
 
 def _kind(name: str) -> str:
-    """The kind of evaluation that a metric belongs to, "eval" or "eval_sampled"; "" for a step."""
-    kind, found, _ = name.partition("/")
-    return kind if found and kind in ("eval", "eval_sampled") else ""
+    """ "eval", "eval_sampled" or, for a step, ""."""
+    prefix, slash, _ = name.partition("/")
+    return prefix if slash and prefix in ("eval", "eval_sampled") else ""

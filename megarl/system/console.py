@@ -6,8 +6,7 @@ of libraries and child processes, in `run.log` of the run folder.
         console.say("a line")         # standard error and run.log
         console.result("{...}")       # standard output
 
-File descriptors are replaced, and not only `sys.stdout`, because libraries in C and child processes
-write to the descriptors. Imports nothing heavy.
+File descriptors are replaced, since C libraries and child processes write to them.
 """
 
 from __future__ import annotations
@@ -28,20 +27,17 @@ from typing import NoReturn, TextIO
 from megarl.errors import ProcessLost, UserError
 
 LOG = "run.log"
-"""Name of the log file in the run folder."""
 
 STARTED_AT = time.time()
-"""When the command started, in seconds since the epoch: the command line imports this module first.
-"""
+"""The command line imports this module first."""
 
 SHOWN_CHARACTERS = 1500
 """Longest message of an unexpected error on the console; the log has all of it."""
 
 
 class Arguments(argparse.ArgumentParser):
-    """An argparse parser for a command that takes no recipe. `command`: the words of the command,
-    such as "megarl chat". A mistake raises `UserError`, whose single line ends with the text
-    `usage`, or with "see COMMAND --help" if `usage` is "".
+    """A parser for a command without a recipe; a mistake raises `UserError`, which ends with
+    `usage`.
     """
 
     def __init__(self, command: str, usage: str = "") -> None:
@@ -49,28 +45,23 @@ class Arguments(argparse.ArgumentParser):
         self.command, self.said = command, usage or f"see {command} --help"
 
     def error(self, message: str) -> NoReturn:
-        said = re.sub(r"^argument ([^:]+): (invalid )?", _about_option, message)
-        raise UserError(f"{self.command}: {said}; {self.said}")
+        text = re.sub(r"^argument ([^:]+): (invalid )?", _about_option, message)
+        raise UserError(f"{self.command}: {text}; {self.said}")
 
 
-def _about_option(found: re.Match[str]) -> str:
-    """The name of the option at the beginning of argparse's message, as the subject of a sentence:
-    "argument --nodes: is" becomes "--nodes is". `found`: the match of that beginning.
-    """
-    return f"{found[1]} has an invalid " if found[2] else f"{found[1]} "
+def _about_option(match: re.Match[str]) -> str:
+    """ "argument --nodes: is" becomes "--nodes is"."""
+    return f"{match[1]} has an invalid " if match[2] else f"{match[1]} "
 
 
 class Options(argparse.Namespace):
-    """The words behind a command that has a recipe. An option that was not given, or that the
-    command does not have, is None or False.
-    """
+    """The words behind a command that has a recipe."""
 
     recipe: str
-    """The first word: a recipe, or a run folder."""
+    """A recipe, or a run folder."""
     overrides: Sequence[str] = ()
-    """Settings that replace those of the recipe, such as `["--steps", "10"]`."""
+    """Such as `["--steps", "10"]`."""
     words: Sequence[str] = ()
-    """All words."""
     check: bool = False
     print_config: bool = False
     ranks: int | None = None
@@ -92,24 +83,18 @@ class Options(argparse.Namespace):
 
 
 class Reported(Exception):
-    """Raised in place of an error that the user has already been shown: the caller prints nothing
-    and ends the process with exit code `code`.
-    """
+    """Raised in place of an error that the user has already been shown."""
 
     def __init__(self, code: int = 1) -> None:
         self.code = code
 
 
 class Diverted:
-    """State of this module's redirection of the file descriptors 1 and 2 (`diverted`), to which
-    libraries and child processes write: to a file in memory, and to a log file after `open_log`.
-    The module has one object of the class.
-    """
+    """State of `diverted`."""
 
     saved: tuple[int, int] | None = None
-    """Copies of the descriptors 1 and 2 while these are diverted; None otherwise."""
+    """Copies of the descriptors 1 and 2 while they are diverted."""
     log: Path | None = None
-    """The log file, once there is one."""
     buffer = -1
     """Descriptor of the file in memory."""
 
@@ -119,9 +104,6 @@ _console = Diverted()
 
 
 def flush_streams() -> None:
-    """Flush Python's buffers of standard output and standard error; errors of writing are
-    ignored.
-    """
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             with contextlib.suppress(OSError):  # see `_log`
@@ -129,8 +111,8 @@ def flush_streams() -> None:
 
 
 def _log(text: bytes) -> bool:
-    """Write to descriptor 2, which is the log, or what is kept for it. Returns whether it could be
-    written: a disk that is full ends a run by what it needs, not by its log.
+    """Write to the log; False if that fails: a full disk ends a run by what it needs, not by its
+    log.
     """
     try:
         os.write(2, text)
@@ -140,9 +122,8 @@ def _log(text: bytes) -> bool:
 
 
 def prepare() -> None:
-    """Called once, when a command starts. Closed file descriptors 0 to 2 are opened on /dev/null,
-    because files that are opened later would get their numbers. `sys.stdout` and `sys.stderr`
-    become UTF-8 whatever the locale is, since a recipe that is printed is read again as UTF-8.
+    """At the start: open closed descriptors 0 to 2 on /dev/null, and make the streams UTF-8
+    whatever the locale is.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
@@ -156,8 +137,8 @@ def prepare() -> None:
 
 
 def _write(number: int, text: str) -> None:
-    """Write to what was descriptor `number`, 1 or 2, when the command started. Without a buffer,
-    because a signal handler may write while its own process is writing.
+    """Write to what was descriptor 1 or 2 at the start, without a buffer: signal handlers write
+    too.
     """
     stream = (sys.stdout, sys.stderr)[number - 1]
     # Nobody reads, or where standard error goes the disk is full: the run goes on. A result that
@@ -184,25 +165,23 @@ CONTROL = re.compile(
     r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\ufeff\u2028-\u202e\u2066-\u2069\ud800-\udfff"
     r"\U000e0000-\U000e007f]"
 )
-"""Characters that steer a terminal or the order in which it writes, and halves of characters."""
+"""Characters that steer a terminal or its order of writing, and halves of characters."""
 
 
 def printable(text: object, kept: str = "\n\t") -> str:
-    """A value as text in which every control character but those in `kept` is a Python escape, such
-    as \\x1b: what models, agents and names of files say reaches the terminal, and steers nothing.
+    r"""Text in which control characters but `kept` are escapes such as \x1b: what models say steers
+    no terminal.
     """
 
-    def escaped(one: re.Match[str]) -> str:
-        return one[0] if one[0] in kept else one[0].encode("unicode_escape").decode()
+    def escaped(match: re.Match[str]) -> str:
+        return match[0] if match[0] in kept else match[0].encode("unicode_escape").decode()
 
     return CONTROL.sub(escaped, str(text))
 
 
 def result(text: str, *, colours: bool = False) -> None:
-    """Print a command's result, `text` and a newline, on the standard output that the command
-    started with; control characters are escaped but for `colours`, whose text the caller has made
-    `printable`. Raises `UserError` if it cannot be written, as on a full disk; a closed pipe is no
-    error.
+    """Print a command's result on standard output. `colours`: the text is `printable` already.
+    Raises `UserError` on a full disk; a closed pipe is no error.
     """
     try:
         _write(1, text if colours else printable(text))
@@ -214,9 +193,8 @@ def result(text: str, *, colours: bool = False) -> None:
 
 
 def say(text: str) -> None:
-    """Print `text` and a newline on the standard error that the command started with and, within
-    `diverted`, also to run.log; control characters are escaped. Errors of writing are ignored. May
-    be called in a signal handler.
+    """Print on standard error and, within `diverted`, to run.log. Errors of writing are ignored.
+    Signal handlers may call it.
     """
     text = printable(text)
     _write(2, text)
@@ -225,15 +203,13 @@ def say(text: str) -> None:
 
 
 def elapsed_s() -> float:
-    """Seconds since this process started the command."""
+    """Since the start of the command."""
     return time.time() - STARTED_AT
 
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """A context manager for a phase of the start-up: at the end of the block, on rank 0, a line on
-    standard error says how many seconds the phase `name` took. Nothing is printed after an error.
-    """
+    """At the end of the block, on rank 0, say how long it took; nothing after an error."""
     started_at = time.monotonic()
     yield
     if os.environ.get("RANK", "0") == "0":
@@ -241,9 +217,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 def terminal() -> TextIO | None:
-    """The standard error that the command started with, as a stream for a progress bar, if it is a
-    terminal; otherwise None.
-    """
+    """The command's standard error, for a progress bar, if it is a terminal."""
     if _console.saved is None:
         return sys.stderr if sys.stderr.isatty() else None
     terminal = _console.saved[1]
@@ -251,15 +225,12 @@ def terminal() -> TextIO | None:
 
 
 def in_terminal() -> bool:
-    """Whether the standard output that the command started with is a terminal."""
+    """Whether the command's standard output is a terminal."""
     return os.isatty(1 if _console.saved is None else _console.saved[0])
 
 
 def open_log(folder: Path) -> None:
-    """Within the context manager `diverted`: write what libraries and child processes have printed,
-    and print from now on, to `folder`/run.log. Makes the folder if it is missing, and appends to an
-    existing file. Does nothing outside of `diverted`.
-    """
+    """Within `diverted`: append all output, also earlier one, to `folder`/run.log."""
     if _console.saved is not None:
         folder.mkdir(parents=True, exist_ok=True)
         log = os.open(folder / LOG, os.O_APPEND | os.O_CREAT | os.O_WRONLY, 0o644)
@@ -276,15 +247,14 @@ def _divert(descriptor: int) -> None:
 
 
 def _kept() -> bytes:
-    """What was written to descriptors 1 and 2 within `diverted` before there was a log file."""
+    """What was written within `diverted` before there was a log."""
     return os.pread(_console.buffer, os.fstat(_console.buffer).st_size, 0)
 
 
 def hold(folder: Path) -> Callable[[], None]:
-    """Lock the run folder `folder` for this process (flock), so that no other run uses it, until
-    the function that is returned is called or the process ends. Raises `UserError` if another
-    process has it, `OSError` if there is no such folder. On a file system without locks, a line on
-    standard error says so.
+    """Lock the run folder (flock) until the returned function is called or the process ends. Raises
+    `UserError` if another process has it, `OSError` if it is missing. Without locks on the file
+    system, a line says so.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -302,14 +272,11 @@ def hold(folder: Path) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def diverted() -> Iterator[None]:
-    """A context manager for a whole command: until the end of the block, what libraries and child
-    processes print to file descriptors 1 and 2 is kept away from the user; `open_log` names the
-    file that gets it, otherwise it is dropped. `say` and `result` still reach the user.
+    """For a whole command: keep what libraries and child processes print from the user, for
+    `open_log`.
 
-    An unexpected error of the block is printed on standard error as one line, and its traceback
-    goes to the log; without a log, the traceback and what was kept go to standard error.
-    `Reported`, which tells the caller to exit without a message, is then raised in its place. A
-    `UserError` is written to the log and raised again.
+    An unexpected error is printed as one line, its traceback logged, or printed where there is no
+    log; then `Reported` is raised. A `UserError` is logged and raised again.
     """
     saved = _console.saved = os.dup(1), os.dup(2)
     _console.buffer = os.memfd_create("megarl")
@@ -338,13 +305,10 @@ def diverted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def first_word() -> Iterator[None]:
-    """A context manager for a block within `diverted`: an error is shown to the user as soon as it
-    leaves the block, before the surrounding blocks clean up, and `Reported` is raised in its place.
+    """Within `diverted`: show an error as soon as it leaves the block, and raise `Reported`.
 
-    Rank 0 of a run closes the engines and the rollout service after an error. The other ranks then
-    fail too, and the launcher ends rank 0. Without this block, rank 0 would often be ended before
-    it could show the error that was the cause. A `UserError` of another rank is raised as it is:
-    most of them concern all ranks, and rank 0 shows them.
+    Before rank 0 has closed the engines, the other ranks fail too, and the launcher ends rank 0. A
+    `UserError` of another rank is raised as it is: rank 0 shows it.
     """
     try:
         yield
@@ -361,19 +325,17 @@ def first_word() -> Iterator[None]:
 
 
 def _report(error: Exception) -> None:
-    """Print one line about an exception that nobody has expected, and write its traceback to the
-    run's log; without a log, print the traceback too.
-    """
+    """Print an unexpected error as one line, and log or print its traceback."""
     trace = printable("".join(traceback.format_exception(error)))
     rank = os.environ.get("RANK", "0")
     who = f"error on rank {rank}" if rank != "0" else "error"
-    said = " ".join(str(error).split()) or repr(error)
-    line = f"megarl: {who}: {type(error).__name__}: {said[:SHOWN_CHARACTERS]}"
+    message = " ".join(str(error).split()) or repr(error)
+    line = f"megarl: {who}: {type(error).__name__}: {message[:SHOWN_CHARACTERS]}"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         line += "; free some space where the run folder is, and go on with --resume auto"
     if isinstance(error, ProcessLost):  # the traceback of who asked it says nothing
         _log(f"rank {rank}: {trace}".encode(errors="backslashreplace"))
-        say(f"megarl: {who}: {said}")
+        say(f"megarl: {who}: {message}")
         return
     if _console.log is None:
         _write(2, printable(_kept().decode(errors="replace")) + trace + printable(line))

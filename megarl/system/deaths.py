@@ -1,9 +1,7 @@
-"""Why a Ray actor died, in one line; where a machine's memory was full, also which processes used
-it.
+"""Why a Ray actor died, in one line.
 
-Ray ends actors where 95 % of the host's memory are used (`RAY_memory_usage_threshold`), whoever
-uses it. Calls of such an actor raise `OutOfMemoryError`, which is no `RayActorError`, with some
-2,000 characters.
+Ray ends actors where 95 % of the host's memory are used, whoever uses it
+(`RAY_memory_usage_threshold`). Calls then raise `OutOfMemoryError`, which is no `RayActorError`.
 """
 
 from __future__ import annotations
@@ -19,25 +17,23 @@ from ray.exceptions import OutOfMemoryError, RayActorError
 from megarl.system.private_folder import MARK
 
 DEATHS = (RayActorError, OutOfMemoryError)
-"""The exceptions of a Ray call whose actor is dead or could not be reached."""
+"""What a Ray call raises if its actor is dead or out of reach."""
 ENGINE_DEAD = "EngineDeadError"
-"""Name of the exception that vLLM raises when one of its processes is dead. The name is compared,
-since vLLM is not imported where Ray is called."""
+"""vLLM's exception for a dead process, by name: vLLM is not imported where Ray is called."""
 
 NODE = re.compile(r"\(IP: ([^,]+),.*?was ([\d.]+)GB used / ([\d.]+)GB limit")
 THRESHOLD = re.compile(r"exceeded threshold of (\d+)B")
 PROCESS = re.compile(r"^(\d+)\t([\d.]+)\t(.+)$", re.MULTILINE)
 NAMED = 3
-"""Number of processes that the line names."""
+"""Processes that the line names."""
 LONGEST_NAME = 40
-"""Characters of a process's command line that it shows."""
+"""Characters of a process's command line."""
 OWN = "of this run"
 
 
 def why_dead(error: BaseException) -> str:
-    """One line, without a line break, that says why an actor died. `error`: Ray's `RayActorError`
-    or `OutOfMemoryError`, raised by a Ray call. For a machine whose memory was full the line names
-    the largest processes, this run's part, and what to change.
+    """Of one of `DEATHS`. If memory was full: the largest processes, this run's part, and what to
+    change.
     """
     node = NODE.search(str(error))
     if node is None or not isinstance(error, OutOfMemoryError):
@@ -61,9 +57,7 @@ def why_dead(error: BaseException) -> str:
 
 
 def _whose(pid: int) -> str:
-    """Whose a process of this machine is, in words. One that has ended is taken for one of this
-    run's: Ray has ended it, or its parent.
-    """
+    """A process that has ended counts as this run's: Ray has ended it, or its parent."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         if not _is_of_this_run(process):

@@ -1,8 +1,7 @@
-"""Files in a folder that others may change: an entry may be no regular file, and JSON may be
-damaged. And new files that are complete or absent, and work in threads.
+"""Files in a folder that others may change, new files that are complete or absent, work in threads.
 
-A FIFO or a device hangs whoever opens it, and a folder where a file belongs, or the reverse, fails
-late. `refuse_unfit` looks at a run folder before anything in it is opened.
+A FIFO hangs whoever opens it, and a folder where a file belongs fails late: `refuse_unfit` looks
+first.
 """
 
 from __future__ import annotations
@@ -30,41 +29,41 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 T = TypeVar("T")
 
 LOOKED_AT = ("", "activity", "activity/stacks", "batches", "reference")
-"""The folders within a run folder whose entries are looked at, as megarl opens them by name."""
+"""Folders of a run folder from which megarl opens entries by name."""
 FOLDERS = {"activity", "batches", "checkpoints", "eval", "logs", "reference", "replay", "rollout"}
 FOLDERS |= {"stacks", "tensorboard"}
 """Names that a run gives to folders."""
 FILES = {".html", ".json", ".jsonl", ".log", ".npy", ".safetensors", ".txt", ".yaml"}
-"""Ends of the names that a run gives to files."""
+"""Ends of names that a run gives to files."""
 
 
 def refuse_unfit(folder: Path) -> None:
-    """Raise `ValueError` if an entry of the run folder `folder` is neither a regular file nor a
-    folder (a FIFO, a broken link), or is a file where a run keeps a folder, or the reverse.
-    Symbolic links are followed. Entries that cannot be looked at are passed over; a missing folder
-    is no error.
+    """Raise `ValueError` if an entry of a run folder is neither file nor folder, or the wrong one
+    of these. Links are followed; a missing folder is no error.
     """
-    for place in (folder / name for name in LOOKED_AT):
+    for subfolder in (folder / name for name in LOOKED_AT):
         entries: list[os.DirEntry[str]] = []
         with contextlib.suppress(OSError, ValueError):  # none there; no path has such a name
-            entries = list(os.scandir(place))
+            entries = list(os.scandir(subfolder))
         for entry in entries:
-            found, kept = _kind(entry), ""
+            entry_type, kept = _kind(entry), ""
             if entry.name in FOLDERS:
                 kept = "a folder"
             elif Path(entry.name).suffix in FILES:
                 kept = "a file"
-            if found and found != kept and (kept or found not in ("a file", "a folder")):
+            if (
+                entry_type
+                and entry_type != kept
+                and (kept or entry_type not in ("a file", "a folder"))
+            ):
                 raise ValueError(
-                    f"{place / entry.name} is {found}, where a run keeps"
+                    f"{subfolder / entry.name} is {entry_type}, where a run keeps"
                     f" {kept or 'files and folders'}; move it away"
                 )
 
 
 def _kind(entry: os.DirEntry[str]) -> str:
-    """What an entry is, in words; "" where that cannot be seen. Of most, the list of the folder
-    tells it already.
-    """
+    """What an entry is, in words; "" where that cannot be seen."""
     try:
         if entry.is_file():
             return "a file"
@@ -79,9 +78,7 @@ def _kind(entry: os.DirEntry[str]) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text. Raises `ValueError` if the text is not JSON, or is nested too
-    deeply to be read.
-    """
+    """Raises `ValueError` for no JSON, or brackets nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -89,27 +86,24 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """The value of the JSON in the file `path`. Raises `OSError` if there is no regular file that
-    can be read, and `ValueError` if its content is not JSON or is nested too deeply.
-    """
+    """Raises `OSError` for no regular file, `ValueError` as `parse_json`."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "no regular file", str(path))
     return parse_json(path.read_bytes())
 
 
 GET_FLAGS, SET_FLAGS, LOCKED = 0x80086601, 0x40086602, 0x30
-"""Calls of ioctl_iflags(2) to read and set the flags of a file, and the flags under which it can be
-neither changed nor removed (`chattr +i`, `+a`)."""
+"""Calls of ioctl_iflags(2), and the flags of a file that cannot be changed or removed (`chattr +i`,
+`+a`).
+"""
 
 
 def remove_folder(path: str | Path) -> None:
-    """Remove the folder `path` with all in it, whatever a program has left there: folders nested to
-    any depth, without permissions, or locked by chattr(1). Links are removed and not followed; what
-    is no folder stays. Raises nothing: what the kernel does not let go stays.
+    """Remove a folder with all in it: nested to any depth, without permissions, or locked by
+    chattr(1). Links are not followed. Raises nothing: what the kernel does not let go stays.
 
-    Folders are moved up into `path` one after the other, so neither depth nor number takes memory
-    or descriptors. `shutil.rmtree` raises `RecursionError` on 1,500 nested folders of an agent,
-    which ended its run and every later start of the same user.
+    Folders are moved up into `path`, so depth takes no memory. `shutil.rmtree` raises
+    `RecursionError` on 1,500 nested folders of an agent, which ended its run and every later start.
     """
     with contextlib.suppress(OSError):
         top = _open_unlocked(path, os.O_DIRECTORY)
@@ -122,8 +116,8 @@ def remove_folder(path: str | Path) -> None:
 
 
 def _empty(folder: int, top: int) -> bool:
-    """Remove the files in `folder` and move its folders to `top`, both descriptors; folders of
-    `top` itself are emptied and removed. Returns whether anything has been removed or moved.
+    """Remove the files in `folder`, move its folders to `top`, or empty those of `top`. Returns
+    whether anything changed.
     """
     is_changed = False
     for entry in os.scandir(folder):
@@ -149,17 +143,17 @@ def _empty(folder: int, top: int) -> bool:
     return is_changed
 
 
-def _open_unlocked(name: str | Path, kind: int, above: int | None = None) -> int:
-    """A descriptor of `name` in the folder of the descriptor `above`, with which its owner may do
-    all. `kind`: O_DIRECTORY for a folder. Raises `OSError`, also for a link.
+def _open_unlocked(name: str | Path, directory_flag: int, above: int | None = None) -> int:
+    """A descriptor with which the owner may do all. `directory_flag`: O_DIRECTORY or 0. Raises
+    `OSError`, also for a link.
     """
-    held = os.open(name, os.O_PATH | os.O_NOFOLLOW | kind, dir_fd=above)
+    held = os.open(name, os.O_PATH | os.O_NOFOLLOW | directory_flag, dir_fd=above)
     opened = f"/proc/self/fd/{held}"
     try:
-        if kind:  # a file may have another name outside
+        if directory_flag:  # a file may have another name outside
             with contextlib.suppress(OSError):  # another user's, or locked
                 os.chmod(opened, 0o700)
-        descriptor = os.open(opened, os.O_RDONLY | os.O_NONBLOCK | kind)
+        descriptor = os.open(opened, os.O_RDONLY | os.O_NONBLOCK | directory_flag)
     finally:
         os.close(held)
     with contextlib.suppress(OSError):  # a file system without flags
@@ -170,9 +164,7 @@ def _open_unlocked(name: str | Path, kind: int, above: int | None = None) -> int
 
 
 def sync(path: Path) -> None:
-    """Sync the file or folder `path` to disk (fsync); blocks until that is done. Raises
-    `OSError`.
-    """
+    """fsync a file or folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -181,15 +173,13 @@ def sync(path: Path) -> None:
 
 
 UNFINISHED = ".writing"
-"""End of the name of a file that `new_file` has not finished."""
+"""End of the name of an unfinished file of `new_file`."""
 
 
 @contextlib.contextmanager
 def new_file(path: Path, before_rename: Callable[[], object] = lambda: None) -> Iterator[BinaryIO]:
-    """A context manager that yields a binary file to write; at the end of the block the file is
-    synced to disk and renamed to `path`, in place of an earlier file there. So the file at `path`
-    is complete or absent at any time. `before_rename` is called just before the renaming. After an
-    error in the block or in `before_rename` nothing is changed. Raises `OSError`.
+    """Yields a binary file, which is synced and renamed to `path` at the end of the block, after
+    `before_rename()`. After an error nothing is changed. Raises `OSError`.
     """
     # A name of its own: a run that was suspended may write beside the one that took its folder.
     aside = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}{UNFINISHED}")
@@ -206,9 +196,8 @@ def new_file(path: Path, before_rename: Callable[[], object] = lambda: None) -> 
 
 
 def in_thread(name: str, work: Callable[[], T]) -> Future[T]:
-    """Call `work` in a new daemon thread of this name; returns at once the future of what it
-    returns or raises. As the thread is a daemon, a disk that does not answer does not keep the
-    process from ending.
+    """Call `work` in a daemon thread: a disk that does not answer does not keep the process from
+    ending.
     """
     future = Future[T]()
 
@@ -223,7 +212,5 @@ def in_thread(name: str, work: Callable[[], T]) -> Future[T]:
 
 
 def canonical_json(value: Any) -> str:
-    """The value as one line of ASCII JSON with sorted keys, so that equal values give the same
-    text. What JSON has no type for is written as the text `str` makes of it.
-    """
+    """One line of ASCII JSON with sorted keys; other types by `str`."""
     return json.dumps(value, sort_keys=True, default=str)

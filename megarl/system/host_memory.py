@@ -1,4 +1,4 @@
-"""Memory of this machine: how much is free, and whether malloc keeps memory that is freed."""
+"""Memory of this machine: how much is free, and whether malloc keeps what is freed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 OWN, ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-"""Where Linux tells the control groups of this process, and their limits."""
+"""Control groups of this process, and their limits."""
 NAMES = {
     2: ("memory.max", "memory.current", ("inactive_file", "active_file")),
     1: (
@@ -20,28 +20,25 @@ NAMES = {
         ("total_inactive_file", "total_active_file"),
     ),
 }
-"""{version of control groups: (file of the limit, file of what is used, keys in memory.stat)}"""
+"""{version: (file of the limit, of what is used, keys in memory.stat)}"""
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Numbers of glibc's settings of malloc, from <malloc.h>."""
+"""From glibc's <malloc.h>."""
 OWN_MAPPING_BYTES = 32 * 2**20
-"""Allocations of this size get mappings of their own; malloc allows no larger value."""
+"""Allocations of this size get mappings of their own; malloc's largest value."""
 KEEPS_FREED_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(2**62),
     "MALLOC_MMAP_THRESHOLD_": str(OWN_MAPPING_BYTES),
 }
-"""Environment variables {name: value} that do in a new process what `keep_freed_memory` does."""
+"""Variables that do for a new process what `keep_freed_memory` does."""
 
 
 def keep_freed_memory() -> None:
-    """Make malloc (glibc) keep the memory that this process frees for its next allocations, as a
-    GPU's caching allocator does; for the rest of the process.
+    """Make glibc's malloc keep freed memory for later allocations.
 
-    By default malloc gives the memory of a step's activations back to the system and asks for it
-    again in the next step, where the system clears every page. That made a training step of 3.5 s
-    on two cores an eighth slower if the process had waited for seven seconds before. Without glibc
-    nothing is done.
+    By default a step's activations go back to the system, which clears every page for the next
+    step. That made a step of 3.5 s on two cores an eighth slower after a wait of seven seconds.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
@@ -50,8 +47,8 @@ def keep_freed_memory() -> None:
 
 
 def free_memory() -> tuple[int, int]:
-    """(free, total) bytes of the host's memory, within the limits of the container or control
-    group. Memory in which files are cached counts as free.
+    """(free, total) bytes of the host, within the container's limits; cached files count as
+    free.
     """
     memory = psutil.virtual_memory()
     free, total = memory.available, memory.total
@@ -68,9 +65,8 @@ def free_memory() -> tuple[int, int]:
 
 
 def control_groups(controller: str) -> Iterator[tuple[int, Path]]:
-    """Iterate over (version 1 or 2, folder below /sys/fs/cgroup) of each control group that this
-    process is in for `controller`, "memory" or "cpu": its own and all above it. A folder need not
-    exist: in a container the path is often that of the host.
+    """(version, folder) of each control group of this process for "memory" or "cpu", and those
+    above. A folder need not exist.
     """
     yield 2, ROOT
     yield 1, ROOT / controller
@@ -80,5 +76,5 @@ def control_groups(controller: str) -> Iterator[tuple[int, Path]]:
             if controllers and controller not in controllers.split(","):
                 continue
             version, top = (1, ROOT / controller) if controllers else (2, ROOT)
-            for place in (Path(path), *Path(path).parents):
-                yield version, top / str(place).lstrip("/")
+            for group in (Path(path), *Path(path).parents):
+                yield version, top / str(group).lstrip("/")

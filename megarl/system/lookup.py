@@ -1,11 +1,8 @@
-"""Code that is named by "module:function" and imported at its first use.
+"""Code named by "module:function" and imported at its first use.
 
-The core imports no app (`megarl.apps`). What it asks of one is named here, or in another table: the
-commands in `command_line/table.py`, the verifiers in `environments/verifiers.py`. So a run needs
-only the apps that its recipe uses, and `megarl.apps.runs`, which writes its report.
-
-To add an environment of another library, write an adapter in `megarl/apps/adapters` and name it in
-`SOURCES`, and in `SESSIONS`, in `AGENTS` or in the verifiers.
+The core imports no app: what it asks of one is named here, or in the tables of commands and
+verifiers. To add an environment of another library, write an adapter in `megarl/apps/adapters` and
+name it in `SOURCES`, and in `SESSIONS`, in `AGENTS` or in the verifiers.
 """
 
 from __future__ import annotations
@@ -34,40 +31,33 @@ SOURCES = {
     "openenv": "megarl.apps.adapters.openenv:openenv_rows",
     "verifiers": "megarl.apps.adapters.verifiers_agent:verifiers_rows",
 }
-"""{what stands before the colon of `prompts.source: reasoning_gym:NAME`: function (NAME,
-`prompts.arguments`, most rows or None) -> rows, dicts with `prompt` and `answer`}. It raises
-`ValueError` that says what to set."""
+"""{first part of `prompts.source: reasoning_gym:NAME`: function (NAME, `prompts.arguments`, most
+rows or None) -> rows}. It raises `ValueError`.
+"""
 SESSIONS = {
     "gymnasium": "megarl.apps.adapters.gym:gym_sessions",
     "textarena": "megarl.apps.adapters.arena:arena_sessions",
     "openenv": "megarl.apps.adapters.openenv:openenv_sessions",
 }
-"""{built-in name of `environment.session`: function () -> the session's class}. It raises
-`ValueError` if a package is missing."""
+"""{`environment.session`: function () -> class}. It raises `ValueError` if a package is missing."""
 AGENTS = {"verifiers": "megarl.apps.adapters.verifiers_agent:play_episode"}
-"""{built-in name of `environment.agent.function`: the async function (prompt, client)}"""
+"""{`environment.agent.function`: async function (prompt, client)}"""
 
 
-def load(place: str) -> Callable[..., Any]:
-    """Import the function or class that `place`, a text "module:function", names, and return it.
-    Raises `UserError` if the module belongs to an app, an optional part of megarl in `megarl.apps`
-    such as the tools or the report, that is not installed.
-    """
-    module, _, function = place.partition(":")
+def load(target: str) -> Callable[..., Any]:
+    """Import "module:function". Raises `UserError` if its app is not installed."""
+    module, _, function = target.partition(":")
     try:
         return getattr(importlib.import_module(module), function)
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("megarl.apps"):
             raise
         raise UserError(
-            f"{error.name} is not installed, and {place} is in it; install the whole of megarl:"
+            f"{error.name} is not installed, and {target} is in it; install the whole of megarl:"
             " bash launch/env.sh, or pip install ."
         ) from None
 
 
 def of_app(name: str) -> Callable[..., Any]:
-    """Import a function or class of an app, an optional part of megarl in `megarl.apps`, and return
-    it. `name`: its key in the table `OF_APPS`, such as "write_report". Raises `UserError` if the
-    app is not installed.
-    """
+    """`load` by a key of `OF_APPS`."""
     return load(OF_APPS[name])

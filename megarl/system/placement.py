@@ -24,37 +24,30 @@ from megarl.system.process_env import ENGINE_RANKS, KEPT_ENGINES
 from megarl.system.spans import Recording
 
 SLIVER = 0.001
-"""CPUs that an engine rank reserves in Ray where there are no GPUs. The value is close to 0, so
-that Ray does not limit the number of engines; the operating system shares out the cores."""
+"""CPUs that an engine rank reserves in Ray without GPUs: close to 0, so that Ray sets no limit."""
 
 
 @dataclass(frozen=True)
 class Seat:
-    """Where one inference engine is to run: the Ray options of its actor, which name a Ray
-    placement group or the node of the trainer ranks whose GPUs the engine shares, and environment
-    variables for its process.
-    """
+    """Where one engine runs."""
 
     options: dict[str, Any]
-    """Ray options (`num_gpus`, `scheduling_strategy`, ...) of the engine's actor."""
+    """Ray's, of the engine's actor."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Environment variables to add to those of the engine's process."""
+    """Further variables of its process."""
 
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Host and GPU of a trainer rank. Colocated engines run on the GPUs of trainer ranks."""
+    """Host and GPU of a trainer rank."""
 
     host: str
     gpu: str
-    """Number of the rank's GPU, as CUDA_VISIBLE_DEVICES writes it; empty on the CPU."""
+    """As CUDA_VISIBLE_DEVICES writes it; empty on the CPU."""
 
     @staticmethod
     def mine(*, on_cpu: bool) -> RankPlace:
-        """The host name and the GPU of the calling rank, from LOCAL_RANK and CUDA_VISIBLE_DEVICES.
-        The GPU is text as in CUDA_VISIBLE_DEVICES, such as "3". `on_cpu`: the rank uses no GPU, and
-        the text is empty.
-        """
+        """The calling rank's, by LOCAL_RANK and CUDA_VISIBLE_DEVICES."""
         if on_cpu:
             return RankPlace(socket.gethostname(), "")
         local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -65,10 +58,8 @@ class RankPlace:
 def engine_bundle(
     tensor: int, *, gpus: bool, limited: bool = False
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """(resources {name: amount} that Ray reserves for one disaggregated engine of `tensor` ranks,
-    keyword arguments by which the engine's Ray actor asks for them). `gpus`: each rank gets a GPU.
-    `limited` (only without GPUs): also reserve one unit of a custom Ray resource for each rank, by
-    which `megarl run` sets how many engine ranks a node takes.
+    """(resources that Ray reserves for an engine, options by which its actor asks for them).
+    `limited`: a unit of `ENGINE_RANKS` for each rank.
     """
     if gpus:
         return {"GPU": float(tensor)}, {"num_gpus": tensor, "num_cpus": 0}
@@ -77,12 +68,8 @@ def engine_bundle(
 
 
 def own_seats(count: int, *, tensor: int, gpus: bool, timeout_s: float) -> list[Seat]:
-    """Reserve resources in Ray, which must be running, for `count` disaggregated engines (on GPUs
-    that no trainer rank uses), each with `tensor` ranks on one node. Returns a `Seat` for each:
-    where its Ray actor is to run. Blocks until they are reserved.
-
-    Nothing is reserved for engines that stay after the run. Raises `RuntimeError` if the cluster
-    cannot reserve the resources within `timeout_s` seconds.
+    """Reserve resources for `count` disaggregated engines, each on one node; none for engines that
+    stay. Raises `RuntimeError` after `timeout_s`.
     """
     if KEPT_ENGINES in os.environ:  # one machine, and a reservation would end with this run
         return [Seat(engine_bundle(tensor, gpus=gpus)[1]) for _ in range(count)]
@@ -103,18 +90,14 @@ def own_seats(count: int, *, tensor: int, gpus: bool, timeout_s: float) -> list[
 
 
 def shared_seats(count: int, *, tensor: int, ranks: Sequence[RankPlace]) -> list[Seat]:
-    """Where the Ray actors of `count` colocated engines are to run: a `Seat` for each, by which
-    engine e shares host and GPUs of the trainer ranks `ranks[e * tensor : (e + 1) * tensor]`. Ray
-    must be running.
-
-    Raises `ValueError` if the trainer ranks of one engine are on several nodes. Raises
-    `RuntimeError` if Ray does not run on the node of a rank.
+    """Seats of colocated engines. Raises `ValueError` if one engine's ranks are on several nodes,
+    `RuntimeError` if Ray does not run on one.
     """
     nodes = {node["NodeManagerHostname"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
     seats = []
     for number in range(count):
-        mine = ranks[number * tensor : (number + 1) * tensor]
-        hosts = sorted({place.host for place in mine})
+        own_ranks = ranks[number * tensor : (number + 1) * tensor]
+        hosts = sorted({rank.host for rank in own_ranks})
         if len(hosts) != 1:
             raise ValueError(
                 f"rollout.engine.tensor is {tensor}, and engine {number} would sit on the nodes"
@@ -126,7 +109,7 @@ def shared_seats(count: int, *, tensor: int, ranks: Sequence[RankPlace]) -> list
                 f" (known: {sorted(nodes)})"
             )
         strategy = NodeAffinitySchedulingStrategy(nodes[hosts[0]], soft=False)
-        gpus = ",".join(place.gpu for place in mine)
+        gpus = ",".join(rank.gpu for rank in own_ranks)
         seats.append(
             Seat(
                 {"num_gpus": 0, "num_cpus": 0, "scheduling_strategy": strategy},
@@ -137,14 +120,12 @@ def shared_seats(count: int, *, tensor: int, ranks: Sequence[RankPlace]) -> list
 
 
 def kept_engines(recording: Recording | None) -> dict[int, Any]:
-    """{engine number: Ray actor} of the engines that earlier runs have left for this one (see
-    `megarl.KeptEngines`), which from now on record what they do in `recording`.
-    """
-    namespace, found = os.environ.get(KEPT_ENGINES), dict[int, Any]()
+    """{number: Ray actor} of engines that earlier runs left, which now record in `recording`."""
+    namespace, engines = os.environ.get(KEPT_ENGINES), dict[int, Any]()
     named: Any = ray.util.list_named_actors(all_namespaces=True) if namespace else ()
-    for one in named:
-        if one["namespace"] == namespace:
-            number = int(one["name"].partition("-")[0])
-            found[number] = ray.get_actor(one["name"], namespace)
-            found[number].record.remote(recording)
-    return found
+    for actor in named:
+        if actor["namespace"] == namespace:
+            number = int(actor["name"].partition("-")[0])
+            engines[number] = ray.get_actor(actor["name"], namespace)
+            engines[number].record.remote(recording)
+    return engines

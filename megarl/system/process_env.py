@@ -1,5 +1,5 @@
-"""Environment variables that Ray, vLLM, torch, DeepSpeed and tokenizers read, set here and nowhere
-else. This file imports none of these libraries: they read the variables when they are imported.
+"""Environment variables that Ray, vLLM, torch, DeepSpeed and tokenizers read when they are
+imported, which this file does not do.
 """
 
 from __future__ import annotations
@@ -32,25 +32,21 @@ RAY_SETTINGS = {
     # Else a call of Ray before it is started, or after its end, starts another one.
     "RAY_ENABLE_AUTO_CONNECT": "0",
 }
-"""Environment variables to set for Ray's own processes and for every rank."""
+"""For Ray's processes and every rank."""
 
 RAY_ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""Setting that, on Linux too, has Ray take the host's address to be 127.0.0.1, and listen there
-only."""
+"""Has Ray, on Linux too, listen on 127.0.0.1 only."""
 
 KEPT_ENGINES = "MEGARL_ENGINES"
-"""Name of the environment variable of runs whose engines stay (`megarl.KeptEngines`): the
-Ray namespace in which the engines have names."""
+"""Variable of runs whose engines stay: the Ray namespace of their names."""
 
 ENGINE_RANKS = "megarl_engine_ranks"
-"""Name of the Ray resource by which `megarl run` spreads engines without GPUs over nodes: how
-many engine ranks a node may have. A Ray without it has no such limit."""
+"""Ray resource by which `megarl run` limits a node's engine ranks without GPUs."""
 
 
 def prepare_environment(num_threads: int) -> None:
-    """Set the environment variables of this process that torch, DeepSpeed, tokenizers and Ray read
-    when they are imported. Call it before torch is imported. `num_threads`: value of
-    OMP_NUM_THREADS. Of the other variables, those that the user has set are left as they are.
+    """Set this process's variables, before torch is imported; those of the user stay, but
+    OMP_NUM_THREADS.
     """
     _use_built_operators()
     os.environ["OMP_NUM_THREADS"] = str(num_threads)
@@ -61,11 +57,8 @@ def prepare_environment(num_threads: int) -> None:
 
 
 def _use_built_operators() -> None:
-    """Find the DeepSpeed operators that launch/env.sh has built in this virtual environment.
-
-    They are built again, which takes half a minute, by a ninja of another version and for a virtual
-    environment in another folder. So this environment's programs come first on PATH, and its
-    operators have a folder of their own, unless TORCH_EXTENSIONS_DIR is set.
+    """Find the DeepSpeed operators that launch/env.sh has built in this virtual environment:
+    another ninja or folder would build them again, for half a minute.
     """
     programs, path = str(Path(sys.executable).parent), os.environ.get("PATH", "")
     if path.split(os.pathsep)[0] != programs:
@@ -77,10 +70,7 @@ def _use_built_operators() -> None:
 
 
 def engine_environment(*, on_cpu: bool, num_threads: int, kv_cache_gib: int) -> dict[str, str]:
-    """{name: value} of the environment variables to set for the process of a vLLM engine, before
-    vLLM is imported there. `num_threads` (threads of the engine's kernels) and `kv_cache_gib` (GiB
-    of its key-value cache) matter only `on_cpu`.
-    """
+    """Variables of a vLLM engine's process. `num_threads`, `kv_cache_gib`: only `on_cpu`."""
     settings = {
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
@@ -114,24 +104,18 @@ def engine_environment(*, on_cpu: bool, num_threads: int, kv_cache_gib: int) -> 
 
 
 def own_cluster_token() -> str:
-    """The authentication token of the run's Ray cluster, as text: the value of RAY_AUTH_TOKEN, or,
-    where the variable is not set, a new random one, which is then set in this process.
-    """
+    """RAY_AUTH_TOKEN, or a new random token, which is then set."""
     return os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
 def use_cluster_token(token: str) -> None:
-    """Set RAY_AUTH_TOKEN of this process to `token`, so that Ray can join a cluster that asks for
-    this authentication token. Call it before `ray.init`.
-    """
+    """Call it before `ray.init`."""
     os.environ["RAY_AUTH_TOKEN"] = token
 
 
 @contextlib.contextmanager
 def without_variable(name: str) -> Iterator[None]:
-    """A context manager that removes the environment variable `name` and sets it again at the end:
-    processes started in its block do not inherit the variable. It does nothing if `name` is "".
-    """
+    """Processes that the block starts do not inherit the variable `name`; "" for none."""
     value = os.environ.pop(name, None) if name else None
     try:
         yield

@@ -10,13 +10,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quick_imports() -> Iterator[None]:
-    """A context manager for a block with imports of large packages, in which Python's garbage
-    collector is off.
-
-    Importing torch, transformers and vLLM makes millions of objects, all of which stay. The
-    collector would look through them again and again, which takes an eighth of the import time. At
-    the end of the block all objects of the process are also left out of later collections
-    (`gc.freeze`).
+    """In this block the garbage collector is off: importing torch, transformers and vLLM makes
+    millions of objects that stay, and collections take an eighth of the time.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,9 +1,8 @@
-"""SIGTERM, Ctrl-C and SIGHUP (the terminal was closed): the first signal lets a run save a
-checkpoint and end, a second one ends it at once, and no process that the run has started is left.
+"""SIGTERM, Ctrl-C and SIGHUP: the first signal lets a run save a checkpoint and end, a second one
+ends it at once, and no process is left.
 
-While a run starts, the first signal raises `EndedBySignal`. Inside of `graceful`, the first signal
-sets a flag, on which the training loop saves a checkpoint and ends; another one raises
-`EndedBySignal`. `guard` ends the process by force where neither does so in time.
+While a run starts, the first signal raises `EndedBySignal`. Inside of `graceful` it sets a flag,
+and another one raises. `guard` ends the process by force where neither does so in time.
 """
 
 from __future__ import annotations
@@ -29,94 +28,72 @@ SIGNALS = tuple(
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
 )
-"""Signals on which a run stops its processes and exits. Under `nohup`, which starts a process with
-SIGHUP ignored, SIGHUP stays ignored."""
+"""Under `nohup` SIGHUP stays ignored."""
 
 SAME_WITHIN_S = 1.0
-"""Signals that arrive within this many seconds are one: under torchrun a rank gets Ctrl-C from the
-terminal and from the launcher."""
+"""Signals this close are one: torchrun's ranks get Ctrl-C from terminal and launcher."""
 
 SAVE_WITHIN_S = 6.0
-"""Seconds after a signal until the step and its checkpoint must be finished, where the recipe's
-`training.checkpoint.save_within_s` does not say otherwise."""
+"""For step and checkpoint after a signal, unless `training.checkpoint.save_within_s` is set."""
 
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-"""Name of torchrun's environment variable: seconds after a signal until it kills its ranks."""
+"""torchrun's variable: seconds after a signal until it kills its ranks."""
 
 SHUTDOWN_S = 30
-"""The same where the variable is not set."""
-
-SECOND_WITHIN_S = 1.5
-"""Seconds after a second signal until the process ends by force."""
+"""Its default."""
 
 
 _save_within_s = SAVE_WITHIN_S
-"""What `save_within` was called with last."""
 
 
 def save_within(seconds: float) -> None:
-    """From now on, allow `seconds` seconds after a signal for the training step under way and its
-    checkpoint, in place of the default of 6 (`SAVE_WITHIN_S`). After that time the user is told
-    that there is no checkpoint, and the thread of `guard` soon ends the process.
-    """
+    """From now on, allow `seconds` for step and checkpoint after a signal."""
     global _save_within_s
     _save_within_s = seconds
 
 
 class EndedBySignal(KeyboardInterrupt):
-    """Raised in the main thread by SIGTERM, Ctrl-C or SIGHUP, like an error, so that everything
-    that was started is stopped. `number`: the signal. `is_said`: the user has been told how the run
-    has ended.
+    """Raised in the main thread by a signal, so that all that was started is stopped.
 
-    It is a `KeyboardInterrupt`, because a call of Ray ends on no other exception of a signal
-    handler; Ray then raises a `KeyboardInterrupt` of its own. Catch `KeyboardInterrupt`; `ending`
-    returns the `EndedBySignal` behind it.
+    A call of Ray ends on no other exception than `KeyboardInterrupt`, and raises one of its own:
+    catch that, and use `ending`.
     """
 
     def __init__(self, number: int, *, is_said: bool = False) -> None:
-        """`number`: the signal. `is_said`: the user has been told how the run has ended."""
+        """`is_said`: the user has been told how the run has ended."""
         super().__init__(number)
         self.number, self.is_said = number, is_said
 
 
 _ended: EndedBySignal | None = None
-"""What `_end` raised; None before."""
+"""What `_end` raised."""
 
 
 def ending(caught: KeyboardInterrupt) -> EndedBySignal:
-    """The `EndedBySignal` behind `caught`, which is `caught` itself if it is one. Libraries such as
-    Ray raise a plain `KeyboardInterrupt` instead: for such a one, returns what the signal handler
-    of this process has raised, or, if it has raised nothing, a new `EndedBySignal` for Ctrl-C.
-    """
+    """The `EndedBySignal` behind `caught`, or a new one for Ctrl-C."""
     return caught if isinstance(caught, EndedBySignal) else _ended or EndedBySignal(signal.SIGINT)
 
 
 def _hear(handler: Any) -> dict[signal.Signals, Any]:
-    """Install a handler of all these signals; returns {signal: its handler before}."""
+    """Install a handler; returns {signal: its handler before}."""
     return {number: signal.signal(number, handler) for number in SIGNALS}
 
 
 class Stop:
-    """A flag that says whether a signal has asked the run to stop; true in conditions (`if stop:`)
-    once that is so. The context manager `graceful` yields it, and the training loop reads it
-    between two steps, saves a checkpoint and calls `end`.
-    """
+    """A flag that is true once a signal has asked the run to stop; `graceful` yields it."""
 
     def __init__(self) -> None:
         self.number = 0
-        """The signal; 0 before there is one."""
+        """The signal."""
         self.at = 0.0
-        """When the signal came, by `time.monotonic`."""
+        """When it came, by `time.monotonic`."""
         self.done = threading.Event()
 
     def __bool__(self) -> bool:
         return self.number != 0
 
     def end(self, done: int, *, is_main: bool) -> NoReturn:
-        """End a run of which `done` steps are done and saved, by raising `EndedBySignal`, after
-        which the process exits. With `is_main`, on rank 0, a line on standard error says which
-        checkpoint was saved.
-        """
+        """Raise `EndedBySignal`; with `is_main` say which checkpoint was saved."""
         self.done.set()
         if is_main:
             kept = f"the checkpoint of step {done} is saved" if done else "no step was finished"
@@ -125,15 +102,11 @@ class Stop:
 
 
 def handle() -> None:
-    """Install signal handlers, so that the first SIGTERM, Ctrl-C or SIGHUP raises `EndedBySignal`
-    in the main thread, and later ones are ignored. Called once, in the main thread, when the
-    command starts.
-    """
+    """From now on, the first signal raises `EndedBySignal`, and later ones are ignored."""
     _hear(_end)
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """Signal handler: raise `EndedBySignal` at the first signal and ignore later ones."""
     global _ended
     _hear(signal.SIG_IGN)
     _ended = EndedBySignal(number)
@@ -141,18 +114,16 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def ignore_while_closing() -> None:
-    """From now on, SIGTERM, Ctrl-C and SIGHUP no longer interrupt this process, which has failed
-    and is closing what it has started. The thread of `guard` still ends the process by force, as
-    long after a signal as always. Does nothing outside of the main thread.
+    """Signals no longer interrupt this process, which has failed and is closing; `guard` goes
+    on.
     """
     if threading.current_thread() is threading.main_thread():
         _hear(lambda number, frame: None)
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """On Linux, make the kernel send this process the signal `number` when the thread that started
-    it ends for any reason. `parent`: process id of the parent; if it has ended already, this
-    process exits with code 1.
+    """On Linux, get the signal `number` when the thread that started this process ends. If `parent`
+    has ended already, exit.
     """
     if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
@@ -162,22 +133,20 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 
 
 def become(parent: int, command: list[str], number: int = signal.SIGKILL) -> None:
-    """Replace this process by the program `command` (exec), which gets the signal `number` when its
-    parent, the process with the id `parent`, ends. Never returns; raises `OSError` if the program
-    cannot be started.
+    """Replace this process by `command`, which gets `number` when `parent` ends. Raises
+    `OSError`.
     """
     die_with_parent(parent, number)
     os.execvp(command[0], command)  # noqa: S606 - the command is the caller's
 
 
 AGENT = "MEGARL_AGENT"
-"""Name of an environment variable of ranks: the process id of megarl's torchrun."""
+"""Variable of ranks: the process id of megarl's torchrun."""
 
 
 def die_with_launcher() -> None:
-    """Under torchrun, make the kernel kill this rank when torchrun's agent ends, even if the agent
-    is killed: a rank of a dead run would go on writing to the run folder. Without torchrun, as
-    under a shell or srun, nothing is done.
+    """End with torchrun's agent, even a killed one: this rank would go on writing to the run
+    folder.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
@@ -191,10 +160,8 @@ def die_with_launcher() -> None:
 
 
 def keep_blocked_signals() -> None:
-    """Keep the signals blocked that are blocked in the calling thread, such as SIGTERM in Ray's
-    processes under `megarl run`. Called once, before this process first starts another one by
-    multiprocessing: that would unblock SIGTERM and SIGINT in the calling thread. Here another
-    thread takes this effect.
+    """Keep signals blocked in this thread, as SIGTERM is in Ray's processes: multiprocessing's
+    first start of a process would unblock them, so another thread makes it.
     """
     from multiprocessing import resource_tracker
 
@@ -204,7 +171,7 @@ def keep_blocked_signals() -> None:
 
 
 def name_of(number: int) -> str:
-    """The name of a signal for users: "Ctrl-C" for SIGINT, otherwise such as "SIGTERM"."""
+    """For users."""
     names = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "SIGHUP (the terminal was closed)"}
     return names.get(signal.Signals(number), signal.Signals(number).name)
 
@@ -214,10 +181,7 @@ _is_under_way = False
 
 
 def say_end(command: str, ended: EndedBySignal, *, trains: bool) -> None:
-    """On rank 0, print a line on standard error that a signal has ended `megarl COMMAND`, unless
-    `ended.is_said`. `trains`: the command trains, so that the line says whether the run was still
-    starting.
-    """
+    """On rank 0, say that a signal has ended the command, unless `ended.is_said`."""
     if not ended.is_said and os.environ.get("RANK", "0") == "0":
         stage = "while it was starting" if trains and not _is_under_way else "before it was done"
         say(f"megarl: {name_of(ended.number)}: megarl {command} ended {stage}")
@@ -225,10 +189,8 @@ def say_end(command: str, ended: EndedBySignal, *, trains: bool) -> None:
 
 @contextlib.contextmanager
 def graceful() -> Iterator[Stop]:
-    """A context manager for the training loop, in the main thread: until the end of the block, the
-    first SIGTERM, Ctrl-C or SIGHUP only sets the yielded `Stop`, at which the loop looks between
-    two steps. A second signal, more than a second later, raises `EndedBySignal`. Rank 0 says on
-    standard error what happens.
+    """For the training loop: the first signal only sets the yielded `Stop`; another one, more than
+    a second later, raises `EndedBySignal`. Rank 0 says what happens.
     """
     global _is_under_way
     _is_under_way, stop = True, Stop()
@@ -265,13 +227,11 @@ def graceful() -> Iterator[Stop]:
 
 
 def guard(within_s: float) -> None:
-    """Start a daemon thread that ends this process and its children by force if the process still
-    runs `within_s` seconds after a SIGTERM, Ctrl-C or SIGHUP, or 1.5 seconds after a second signal.
-    If `save_within` allows more than 6 seconds, the seconds above 6 are added to `within_s`.
-    Returns at once; called once, in the main thread.
+    """Start a thread that ends this process and its children `within_s` after a signal (and what
+    `save_within` allows above 6), or 1.5 seconds after a second one.
 
-    A Python signal handler waits until a library's C code returns. This thread does not: it reads
-    the wake-up descriptor, to which the interpreter writes a byte as soon as a signal arrives.
+    Signal handlers wait until C code returns. The thread reads the wake-up descriptor, to which the
+    interpreter writes at once.
     """
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
@@ -281,12 +241,12 @@ def guard(within_s: float) -> None:
         while (left := deadline - time.monotonic()) > 0:
             if not select.select([ours], [], [], None if number == 0 else left)[0]:
                 continue
-            found, now = ours.recv(1)[0], time.monotonic()
-            if found in SIGNALS and number == 0:
+            received, now = ours.recv(1)[0], time.monotonic()
+            if received in SIGNALS and number == 0:
                 patience_s = within_s + max(0.0, _save_within_s - SAVE_WITHIN_S)
-                first, number, deadline = now, found, now + patience_s
-            elif found in SIGNALS and now - first > SAME_WITHIN_S:
-                deadline = min(deadline, now + SECOND_WITHIN_S)
+                first, number, deadline = now, received, now + patience_s
+            elif received in SIGNALS and now - first > SAME_WITHIN_S:
+                deadline = min(deadline, now + 1.5)
         end_now(number, time.monotonic() - first)
 
     signal.set_wakeup_fd(theirs.detach(), warn_on_full_buffer=False)
@@ -294,10 +254,7 @@ def guard(within_s: float) -> None:
 
 
 def end_now(number: int, after_s: float) -> NoReturn:
-    """Kill all child processes and exit with code 128 + `number`, the signal that asked for the end
-    `after_s` seconds ago, because the regular way out hangs, for example in a collective. A line on
-    standard error says so.
-    """
+    """Kill all children and exit with 128 + `number`, because the regular way out hangs."""
     import psutil
 
     say(f"megarl: still running {after_s:.1f} s after {name_of(number)}: killing child processes")

@@ -1,10 +1,9 @@
-"""What each process of a run does, as Chrome trace events in the file RUN/activity/PROCESS.json.
+"""What each process of a run does, as Chrome trace events in RUN/activity/PROCESS.json.
 
     with activity("rollouts of step 7", kind="wait", of="service", deadline_s=600):
         ...
 
-A line is written when a span begins and another when it ends: a span without an end is what the
-process does now. Without an open trace nothing is written.
+A span has a line for its begin and one for its end: without the latter it goes on.
 
     {"ph": "M", "name": "process_name", "args": {"name": "rank0", "host": ...}}   the process starts
     {"ph": "B", "id": 7, "name": "rollouts of step 7", "cat": "wait",
@@ -13,8 +12,8 @@ process does now. Without an open trace nothing is written.
     {"ph": "i", "name": "step 7", "args": {"step": 7, "version": 6}}              a step begins
     {"ph": "i", "name": "closed"}                                                 a regular end
 
-Each event has `ts` (microseconds since the epoch), `pid` (a number of this start of the process,
-unique in the run) and `tid` (of open spans no two have the same).
+Each event has `ts` (microseconds since the epoch), `pid` (of this start of the process, unique in
+the run) and `tid` (of open spans no two have the same).
 """
 
 from __future__ import annotations
@@ -42,65 +41,62 @@ Kind = (
     | Literal["publish", "checkpoint", "evaluate", "load"]
 )
 Whom = str | Sequence[str | int]
-"""Whom a span waits for: a name such as "service" or "engine0", or several; a number is a rank."""
+"""A name such as "service" or "engine0", or several; a number is a rank."""
 Event = dict[str, Any]
 
 FOLDER, STACKS = "activity", "stacks"
-"""Folder of the traces in the run folder, and in it the folder of the Python stacks."""
+"""In the run folder, and in that for Python stacks."""
 SIGNAL = signal.SIGRTMIN + 8
-"""On this signal a recording process writes the Python stacks of its threads to STACKS/PROCESS.txt.
-Neither Python, torch, Ray nor vLLM uses it."""
+"""Has a recording process write its stacks to STACKS/PROCESS.txt. Neither Python, torch, Ray nor
+vLLM uses it.
+"""
 MAX_BYTES = 4 * 2**20
-"""Size at which a file replaces PROCESS.1.json, so that a process keeps at most twice as much."""
+"""Size at which a file becomes PROCESS.1.json."""
 QUIET_S = 1.0
-"""Seconds that a quiet span lasts before it is written."""
+"""Until a quiet span is written."""
 NAMED_RANKS = 16
-"""A wait for more ranks than these tells only how many."""
+"""A wait for more ranks tells only how many."""
 
 WRITERS: list[TraceWriter] = []
-"""The open trace of this process, if there is one."""
+"""The open trace, if there is one."""
 os.register_at_fork(after_in_child=WRITERS.clear)
 _STARTED_AT = time.time() - time.monotonic()
 
 
 def micros() -> int:
-    """Microseconds since the epoch, by a clock that is not set back while this process runs."""
+    """Since the epoch, by a clock that is not set back."""
     return round(1e6 * (_STARTED_AT + time.monotonic()))
 
 
 @dataclass(frozen=True)
 class Recording:
-    """Where the processes of a run record what they do; can be pickled."""
+    """Where a run's processes record; can be pickled."""
 
     folder: str
-    """RUN/activity as an absolute path."""
+    """RUN/activity, absolute."""
     run: str
     """Id of the run."""
 
     @classmethod
     def of(cls, run_folder: str | Path, run: str, *, enabled: bool) -> Recording | None:
-        """That of the run with the id `run`; None unless `enabled`. Creates nothing."""
+        """None unless `enabled`. Creates nothing."""
         return cls(str(Path(run_folder).absolute() / FOLDER), run) if enabled else None
 
     @classmethod
     def beside(cls, part: str) -> tuple[Recording, str] | None:
-        """(recording, name such as "engine0-core") with which a child process that does the part
-        `part` of this process's work calls `open`; None if this process does not record.
-        """
+        """(recording, name such as "engine0-core") for a child process, if this one records."""
         return next(((writer.recording, f"{writer.process}-{part}") for writer in WRITERS), None)
 
     def make(self, *, keep: bool) -> None:
-        """On rank 0, before any process calls `open`: create the folder. `keep`: with the traces of
-        earlier starts of the run.
-        """
+        """On rank 0, first: create the folder. `keep`: earlier traces."""
         if not keep:
             shutil.rmtree(self.folder, ignore_errors=True)
         with suppress(OSError):  # `open` tells it
             (Path(self.folder) / STACKS).mkdir(parents=True, exist_ok=True)
 
     def open(self, process: str) -> Callable[[], None]:
-        """Record this process as `process`; returns `close_recording`. Where the file cannot be
-        written, a line says so, and the process goes on.
+        """Record this process; returns `close_recording`. Where that is impossible, a line says
+        so.
         """
         try:
             WRITERS[:] = [TraceWriter(self, process)]
@@ -110,17 +106,16 @@ class Recording:
 
 
 def close_recording() -> None:
-    """Record the regular end of this process, if it records."""
+    """Record the regular end of this process."""
     while WRITERS:
         WRITERS.pop().close()
 
 
 @dataclass(eq=False)
 class Span:
-    """Something that this process does while the block of this context manager runs."""
+    """What this process does in a block."""
 
     event: Event
-    """That of its begin."""
     is_quiet: bool
     is_written: bool = False
 
@@ -137,9 +132,8 @@ class Span:
 def activity(
     what: str, *, kind: Kind, of: Whom = (), deadline_s: float = 0.0, quiet: bool = False
 ) -> Span:
-    """A context manager that records its block as `what`, such as "rollouts of step 7". `of`: the
-    processes that it waits for; `deadline_s`: after which it fails, 0 for none. `quiet`, of what is
-    done many times a step: written only if it lasts.
+    """Records its block. `of`: whom it waits for; `deadline_s`: after which it fails; `quiet`:
+    written only if it lasts.
     """
     names = [f"rank{name}" if isinstance(name, int) else name for name in of]
     whom = [of] if isinstance(of, str) else names
@@ -149,9 +143,7 @@ def activity(
 
 
 class Requests:
-    """Requests of one event loop that overlap, as one span from the first to the last: each is a
-    block `with requests:`. The arguments are those of `activity`.
-    """
+    """Overlapping requests of one event loop as one span; each is a block `with requests:`."""
 
     def __init__(self, what: str, *, kind: Kind, of: Whom = ()) -> None:
         self._new, self._open = lambda: activity(what, kind=kind, of=of), 0
@@ -168,16 +160,16 @@ class Requests:
 
 
 def step_begins(step: int, version: int) -> None:
-    """Record that step `step` (from 1) begins with weights of version `version`."""
+    """`step` counts from 1."""
     for writer in WRITERS:
         writer.mark(f"step {step}", step=step, version=version)
 
 
 class TraceWriter:
-    """Writes the spans of this process, named `process`. A thread writes quiet spans that last."""
+    """Writes the spans of this process; a thread writes quiet ones that last."""
 
     def __init__(self, recording: Recording, process: str) -> None:
-        """Raises `OSError` if the file cannot be written."""
+        """Raises `OSError`."""
         self.recording, self.process = recording, process
         folder, own = Path(recording.folder), os.getpid()
         about = {"name": process, "host": os.uname().nodename, "pid": own}
@@ -218,7 +210,6 @@ class TraceWriter:
         self._write(span.event)
 
     def start(self, span: Span) -> None:
-        """Record that `span` begins."""
         with self._lock:
             lanes = {other.event["tid"] for other in self._open}
             lane = next(lane for lane in itertools.count() if lane not in lanes)
@@ -228,7 +219,7 @@ class TraceWriter:
                 self._begin(span)
 
     def finish(self, span: Span) -> None:
-        """Record that `span` ends, which another writer may have begun."""
+        """Another writer may have begun it."""
         with self._lock:
             if span in self._open:
                 self._open.remove(span)
@@ -237,13 +228,13 @@ class TraceWriter:
                     self._write({"ph": "E", "ts": micros(), **numbers})
 
     def mark(self, name: str, **args: int) -> None:
-        """Record a moment, such as the begin of a step."""
+        """Record a moment."""
         with self._lock:
             self._step = {"ph": "i", "s": "p", "name": name, "ts": micros(), "tid": 0, "args": args}
             self._write(self._step)
 
     def close(self) -> None:
-        """Record a regular end. `SIGNAL` stays handled, as it would otherwise end the process."""
+        """`SIGNAL` stays handled: it would end the process."""
         with self._lock:
             self.mark("closed")
             self._closed.set()

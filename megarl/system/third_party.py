@@ -1,10 +1,9 @@
-"""Calls of other people's code on a user's files: whatever is raised becomes one line.
+"""Calls of libraries on a user's files: whatever is raised becomes one line.
 
     with opening(f"model.path '{path}'", fix="fetch the model again"):
         config = AutoConfig.from_pretrained(path)
 
-A damaged file can raise anything in a library: KeyError, AssertionError, RecursionError, a panic of
-Rust code. The user is told which file it is and what to set; the library's words follow.
+A damaged file can raise anything: KeyError, RecursionError, a panic of Rust code.
 """
 
 from __future__ import annotations
@@ -18,14 +17,13 @@ from pathlib import Path
 from megarl.errors import shortened
 
 TALKATIVE = ("transformers", "huggingface_hub", "datasets", "tokenizers", "accelerate")
-"""Libraries whose warnings are held back while they open a file."""
+"""Their warnings are held back."""
 
 
 @contextlib.contextmanager
 def opening(what: str, *, fix: str) -> Iterator[None]:
-    """A context manager in which any exception becomes a `ValueError` of one line: `what` (setting
-    and file), what was raised, and `fix` (what to set). Warnings of Hugging Face's libraries are
-    not shown. Ctrl-C passes through.
+    """Any exception becomes a `ValueError`: `what` (setting and file), the error, `fix` (what to
+    set). Ctrl-C passes.
     """
     with quiet():
         try:
@@ -39,9 +37,7 @@ def opening(what: str, *, fix: str) -> Iterator[None]:
 
 
 def refuse_broken_links(folder: Path) -> None:
-    """Raise `ValueError` if an entry of `folder` is a symbolic link to nothing, as after a download
-    that was moved. Libraries go on without the file, as if it had never been there.
-    """
+    """Raise `ValueError` for a link to nothing: libraries would go on without the file."""
     for path in sorted(folder.iterdir()):
         if path.is_symlink() and not path.exists():
             raise ValueError(
@@ -51,16 +47,14 @@ def refuse_broken_links(folder: Path) -> None:
 
 
 def said(error: BaseException) -> str:
-    """The kind and message of an exception, on one line of at most 300 characters."""
+    """Class and message, on one line of at most 300 characters."""
     text = shortened(str(error), 300)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """A context manager in which the loggers of Hugging Face's libraries (transformers, datasets,
-    ...) pass on neither warnings nor errors, only messages of level CRITICAL.
-    """
+    """Hugging Face's loggers pass on only CRITICAL messages."""
     loggers = [logging.getLogger(name) for name in TALKATIVE]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -1,4 +1,4 @@
-"""Reads the traces of a run's processes, which `megarl.system.spans` describes."""
+"""Reads the traces that `megarl.system.spans` describes."""
 
 from __future__ import annotations
 
@@ -14,29 +14,27 @@ from megarl.system.spans import Event
 
 @dataclass
 class ProcessTrace:
-    """What a process has recorded from one of its starts on. `begin` and `last` (of its last event)
-    are seconds since the epoch, times in events microseconds.
+    """One start of a process. `begin` and `last` (event) are seconds since the epoch, times in
+    events microseconds.
     """
 
     name: str
     host: str
     pid: int
     started: str
-    """Start of the process in the kernel's clock ticks; process ids are used again."""
+    """In the kernel's clock ticks; process ids are used again."""
     machine: str
     run: str
     begin: float
     last: float
     is_closed: bool = False
     spans: dict[int, Event] = field(default_factory=dict)
-    """{number of a span: the event of its begin}, with the time of its end, if any, as `end`."""
+    """{number: event of the begin}, with the time of its end, if any, as `end`."""
     steps: list[Event] = field(default_factory=list)
 
     @property
     def condition(self) -> str:
-        """ "alive", "stopped by a signal", "stopped by a debugger", "ended" (regularly), "gone"
-        (without a regular end) or "on HOST" (unknown).
-        """
+        """ "alive", "stopped by ...", "ended" (regularly), "gone" or "on HOST" (unknown)."""
         if self.is_closed:
             return "ended"
         is_here = self.machine and self.machine == machine()
@@ -44,20 +42,18 @@ class ProcessTrace:
 
     @property
     def is_alive(self) -> bool | None:
-        """Whether the process lives, be it stopped; None for one on another machine."""
+        """None on another machine."""
         state = self.condition
         return None if state.startswith("on ") else state not in ("ended", "gone")
 
     @property
     def open(self) -> list[Event]:
-        """The spans without an end, in the order in which they began."""
+        """Spans without an end."""
         return sorted((s for s in self.spans.values() if "end" not in s), key=lambda s: s["ts"])
 
 
 def read_traces(folder: Path) -> list[ProcessTrace]:
-    """The trace of each start of each process in `folder`, RUN/activity, ranks first. Lines that
-    are torn or no events are passed over.
-    """
+    """Each start of each process in `folder`, ranks first; torn lines are passed over."""
     traces: list[ProcessTrace] = []
     paths = (path for path in folder.glob("*.json") if not path.stem.endswith(".1"))
     for path in sorted(paths, key=lambda path: (path.stem[:4] != "rank", len(path.stem), path)):
@@ -75,7 +71,6 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _add(event: Event, starts: dict[int, ProcessTrace]) -> None:
-    """Add an event to the start, of those in {`pid` of its events: start}, that it belongs to."""
     at, number, args = event["ts"] / 1e6, event["pid"], event.get("args", {})
     if event["ph"] == "M":
         starts.setdefault(number, ProcessTrace(**args, begin=at, last=at))
@@ -93,7 +88,7 @@ def _add(event: Event, starts: dict[int, ProcessTrace]) -> None:
 
 
 def newest_traces(traces: list[ProcessTrace]) -> list[ProcessTrace]:
-    """Of `traces`, the last start of each process of the run whose rank 0 started last."""
+    """The last start of each process of the run whose rank 0 started last."""
     newest = {trace.name: trace for trace in traces}
     of_run = newest.get("rank0") or next(iter(newest.values()), None)
     return [trace for trace in newest.values() if of_run and trace.run == of_run.run]

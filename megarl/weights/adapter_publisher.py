@@ -1,10 +1,9 @@
-"""Send only a policy's LoRA adapters to the engines: these have read the base model from disk, and
-vLLM adds the adapters as it computes.
+"""Sends only a policy's LoRA adapters: the engines have read the base model from disk.
 
     trainer ranks: A and B --gathered on rank 0--> files in PEFT's format --as bytes--> every engine
 
-The probe, a fixed text, is scored with and without adapters on both sides, since new adapters
-change less than its tolerance.
+The probe is scored with and without adapters on both sides, since new adapters change less than its
+tolerance.
 """
 
 from __future__ import annotations
@@ -20,25 +19,20 @@ from megarl.weights.weight_receipts import receipt_of_adapter
 
 
 class SendsAdapters(SendsWeights, Protocol):
-    """Interface of a trained model whose LoRA adapters can be sent to engines."""
+    """A trained model whose LoRA adapters can be sent."""
 
     def adapter_files(self) -> dict[str, bytes]:
-        """{file name: content} of all LoRA matrices A and B in PEFT's format, on every rank. All
-        ranks call it together.
-        """
+        """{file name: content} of all LoRA matrices in PEFT's format, on every rank. Collective."""
         ...
 
     def adapters_off(self) -> AbstractContextManager[None]:
-        """A context manager in whose block `logprobs` are those of the base model, without LoRA
-        adapters.
-        """
+        """In its block, `logprobs` are those of the base model."""
         ...
 
 
 class AdapterPublisher(Publication[SendsAdapters]):
-    """Sends LoRA adapters to engines, which must be started with the base model's weights and the
-    adapters' rank, and checks that the engines have them. Every trainer rank has one, and calls
-    `publish(version)` together with the others.
+    """Sends LoRA adapters to engines that were started with the base model and the adapters'
+    rank.
     """
 
     def _transfer(self, version: int) -> tuple[str, list[int], Verify]:
@@ -53,14 +47,15 @@ class AdapterPublisher(Publication[SendsAdapters]):
             base = engines.score(
                 self._probe.token_ids, timeout_s=self.config.timeout_s, adapted=False
             )
-            found = [Effect(*pair) for pair in zip(scores, base, strict=True)]
-            gap = self._probe.compare_effects(trainer, found, version=version, numbers=self.members)
+            effects = [Effect(*pair) for pair in zip(scores, base, strict=True)]
+            gap = self._probe.compare_effects(
+                trainer, effects, version=version, numbers=self.members
+            )
             return {"probe/adapter_gap": gap}
 
         return check
 
     def _send(self, engines: Engines, version: int, files: dict[str, bytes]) -> dict[str, float]:
-        """Send the adapters to every engine and wait until each has loaded them."""
         timeout_s = self.config.timeout_s
         update = engines.load_adapter(version, files, timeout_s=timeout_s)
         try:
@@ -68,11 +63,11 @@ class AdapterPublisher(Publication[SendsAdapters]):
         except Aborted as error:
             raise RuntimeError(str(error)) from None
         receipt = receipt_of_adapter(files)
-        self.receipts, wanted = [receipt], {"version": version, "receipt": receipt}
-        for number, found in zip(self.members, loaded, strict=True):
-            if found != wanted:
+        self.receipts, expected = [receipt], {"version": version, "receipt": receipt}
+        for number, status in zip(self.members, loaded, strict=True):
+            if status != expected:
                 raise RuntimeError(
-                    f"engine {number} has adapters of version {found['version']} and receipt"
-                    f" {found['receipt']} instead of version {version} and {receipt}"
+                    f"engine {number} has adapters of version {status['version']} and receipt"
+                    f" {status['receipt']} instead of version {version} and {receipt}"
                 )
         return {"publish/bytes": float(sum(map(len, files.values()))) * len(loaded)}

@@ -1,5 +1,5 @@
-"""The part of receiving weights in an engine rank that does not depend on vLLM: buckets (blocks of
-memory that are received at once), padding, digests.
+"""The part of an engine rank's receiving that does not depend on vLLM: buckets, padding,
+digests.
 """
 
 from __future__ import annotations
@@ -23,44 +23,36 @@ from megarl.weights.transports.transport_table import TRANSPORTS
 
 @dataclass
 class InitInfo:
-    """The message in which the trainer tells an engine, once, before the first weights, how they
-    will arrive: by which transport, from which address, and how trainer and engines split the
-    model. It is sent as a dict.
-    """
+    """What an engine needs to know once, before the first weights; sent as a dict."""
 
     transport: str
-    """Name of the transport, as in the setting `weight_sync.transport`."""
+    """Name, as in `weight_sync.transport`."""
     spec: dict[str, Any]
-    """The fields of a `RouteSpec`, as `dataclasses.asdict` returns them."""
+    """`dataclasses.asdict` of a `RouteSpec`."""
     engine: int
-    """This engine's position, from 0, among those that receive weights."""
+    """The engine's position, from 0, among those that receive."""
     init_info: dict[str, Any]
-    """The address of the trainer, as returned by `init_info` of the transport's sender."""
+    """What `init_info` of the transport's sender returned."""
     table: str
-    """The model's parameter table as JSON (`megarl.weights.parameters.table_to_json`)."""
+    """The parameter table, by `table_to_json`."""
 
 
 @dataclass
 class UpdateInfo:
-    """What vLLM's ranks are told with each weight version: which one to receive, and how long to
-    wait for it.
-    """
+    """Which weight version vLLM's ranks shall receive, and how long they may wait for it."""
 
     version: int
     timeout_s: float
-    """Seconds after which the engine gives up waiting for the version."""
 
 
 class BucketReceiver:
-    """Receives one engine rank's weights, bucket after bucket (a bucket is a block of memory that
-    is sent at once), and digests what the engine has stored. For each version go through `buckets`,
-    call `digest` for each, then `status`.
+    """Receives one engine rank's weights by buckets, and digests what the engine has stored.
+
+    For each version go through `buckets`, call `digest` for each, then `status`.
     """
 
     def __init__(self, info: InitInfo, rank: int) -> None:
-        """Work out what tensor-parallel rank `rank` of the engine receives, and connect to the
-        trainer's transport.
-        """
+        """`rank`: the tensor-parallel rank in the engine. Connects to the trainer's transport."""
         spec = TypeAdapter(RouteSpec).validate_python(info.spec)
         self.route = Route.of_destination(
             spec, table_from_json(info.table), spec.destination(info.engine, rank)
@@ -71,17 +63,13 @@ class BucketReceiver:
         self._tensor_index = {name: index for index, name in enumerate(self.route.tensors)}
         self._padding = self.route.padding()
         self.seconds = dict[str, float]()
-        """Seconds spent on the present version: {"wait": s, "digest": s, "install": s}."""
+        """Of the present version: {"wait": s, "digest": s, "install": s}."""
         self._digests: list[Digest] = []
 
     def buckets(self, timeout_s: float) -> Iterator[tuple[Bucket, dict[str, torch.Tensor]]]:
-        """Iterate over the buckets of a weight version: (bucket, {engine parameter: flat tensor of
-        the part of it in this bucket}). The `Bucket` says where in the parameter each part lies.
-        Padding, such as vocabulary rows that no tensor fills, is set to zero.
-
-        The tensors are valid until the next bucket is asked for. Raises `RuntimeError` where the
-        whole version has not come within `timeout_s` seconds, and `Aborted` where the trainer gives
-        the version up.
+        """Yields (bucket, {engine parameter: flat tensor of the part in this bucket}); valid until
+        the next one. Padding is set to zero. Raises `RuntimeError` after `timeout_s`, or
+        `Aborted`.
         """
         self.seconds = dict.fromkeys(("wait", "digest", "install"), 0.0)
         self._digests = [0] * len(self.route.tensors)
@@ -107,9 +95,8 @@ class BucketReceiver:
             yield bucket, buffers
 
     def digest(self, bucket: Bucket, stored: Mapping[str, torch.Tensor]) -> None:
-        """Digest what the engine has stored of a bucket, and add this to the sums, one for each
-        tensor of the model, that `status` returns. `stored`: {engine parameter: flat tensor}, the
-        bucket's part of each parameter as the engine has stored it.
+        """Add the digests of a bucket to the sums. `stored`: as `buckets` yields, but as the engine
+        has stored it.
         """
         started_at = time.perf_counter()
         for copy in self.route.copies[bucket.number]:
@@ -119,24 +106,22 @@ class BucketReceiver:
         self.seconds["digest"] += time.perf_counter() - started_at
 
     def status(self, version: int) -> dict[str, Any]:
-        """What this rank answers once it has received all of `version`: {"version", "digests": [one
-        signed 64-bit int for each tensor of the model], "seconds": {"wait": s, "digest": s,
-        "install": s}}.
+        """This rank's answer: {"version", "digests": [a signed 64-bit int for each tensor],
+        "seconds"}.
         """
         digests = [signed(value) for value in self._digests]
         return {"version": version, "digests": digests, "seconds": self.seconds}
 
 
 class Modules:
-    """Collects parameters from the buckets until all parameters of a torch module have arrived,
-    since vLLM transforms the weights of a module (such as by repacking) only together.
+    """Collects parameters from buckets until a torch module is complete, since vLLM repacks whole
+    modules.
 
-    Parameters are copied only if the module spans several buckets. The copies are freed once the
-    module is complete.
+    Parameters are copied only where a module spans several buckets.
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
-        """`sizes`: {parameter name, for example "layers.0.mlp.weight": number of elements}."""
+        """`sizes`: {parameter name: number of elements}."""
         self._sizes, self._parts, self._filled = sizes, {}, defaultdict(int)
         self._members: dict[str, list[str]] = defaultdict(list)
         for name in sizes:
@@ -145,11 +130,9 @@ class Modules:
     def complete(
         self, buffers: Mapping[str, torch.Tensor], bucket: Bucket
     ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-        """Add the parameters, or parts of them, that have come with `bucket`. `buffers`: {parameter
-        name: flat tensor of its part in this bucket}. Yields (module path, {parameter name in the
-        module: flat tensor of the whole parameter}) for each module that is now complete.
-
-        The tensors are valid until the next bucket is received.
+        """Add the parts that came with `bucket`, {parameter name: flat tensor}. Yields (module
+        path, {name in the module: flat whole parameter}) for each module that is now complete;
+        valid until the next bucket.
         """
         for path in dict.fromkeys(name.rpartition(".")[0] for name in buffers):
             members, ready = self._members[path], {}

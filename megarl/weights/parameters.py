@@ -1,9 +1,4 @@
-"""A model's parameter table: one `ParameterSpec` for each tensor of its checkpoint, which says what
-every rank of an inference engine stores of it, and where.
-
-The table is recorded from vLLM's loader (`megarl.weights.recorded_table`); `plain_table` makes that
-of an engine that stores tensors as the checkpoint has them.
-"""
+"""A model's parameter table: what every engine rank stores of each tensor of the checkpoint."""
 
 from __future__ import annotations
 
@@ -18,29 +13,20 @@ from megarl.parallel.tensor import Shard
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """One tensor of a model's checkpoint, and where an inference engine stores it. A list of these,
-    in the order of the engine's parameters, is the model's parameter table for one tensor-parallel
-    degree.
-    """
+    """One tensor of a checkpoint, and where engines of one tensor-parallel degree store it."""
 
     name: str
-    """Name in the checkpoint."""
     shape: tuple[int, ...]
-    """Shape of the whole tensor."""
     engine: str
-    """Name of the engine's parameter; tensors with the same one are stacked there, in the table's
-    order."""
+    """The engine's parameter. Tensors with the same one are stacked there, in the table's order."""
     boxes: tuple[tuple[Box, ...], ...]
-    """For each engine rank, the rectangles of the tensor that the rank stores, in the order in
-    which it stores them."""
+    """For each engine rank, the rectangles that it stores, in order."""
     zeros: tuple[int, ...]
-    """For each engine rank, the elements of padding after `boxes`."""
+    """For each engine rank, elements of padding after `boxes`."""
 
 
 def plain_table(shapes: Mapping[str, tuple[int, ...]], tensor: int) -> list[ParameterSpec]:
-    """The parameter table of an engine each of whose `tensor` ranks stores every tensor whole and
-    under its own name. `shapes`: {tensor name: shape}.
-    """
+    """The table of an engine whose ranks store every tensor whole and under its own name."""
     return [
         ParameterSpec(name, shape, name, ((matrix(shape),),) * tensor, (0,) * tensor)
         for name, shape in shapes.items()
@@ -48,14 +34,11 @@ def plain_table(shapes: Mapping[str, tuple[int, ...]], tensor: int) -> list[Para
 
 
 def table_to_json(table: Sequence[ParameterSpec]) -> str:
-    """A parameter table as JSON text, which `table_from_json` reads."""
     return json.dumps([astuple(parameter) for parameter in table], separators=(",", ":"))
 
 
 def table_from_json(text: str) -> list[ParameterSpec]:
-    """The parameter table of which `table_to_json` made this JSON text. Raises `ValueError` or
-    `TypeError` for another text.
-    """
+    """Inverse of `table_to_json`. Raises `ValueError` or `TypeError` for another text."""
     return [
         ParameterSpec(
             name,
@@ -69,14 +52,12 @@ def table_from_json(text: str) -> list[ParameterSpec]:
 
 
 def engine_owned(table: Sequence[ParameterSpec], tensor: int) -> list[Owned]:
-    """`engine_rank_owned` of each of an engine's `tensor` ranks."""
     return [engine_rank_owned(table, rank, tensor) for rank in range(tensor)]
 
 
 def engine_rank_owned(table: Sequence[ParameterSpec], rank: int, tensor: int) -> Owned:
-    """What tensor-parallel rank `rank` of an engine's `tensor` ranks stores of the tensors of
-    `table`: `pieces`, rectangles of tensors with their places in flat buffers, in elements, and
-    `sizes`, the elements of each buffer: one for each parameter of the engine, padding included.
+    """What rank `rank` of `tensor` engine ranks stores: a buffer for each engine parameter, with
+    padding.
     """
     owned = Owned()
     for parameter in table:
@@ -91,13 +72,10 @@ def engine_rank_owned(table: Sequence[ParameterSpec], rank: int, tensor: int) ->
 
 
 def kinds_of(table: Sequence[ParameterSpec], shards: Mapping[str, Shard]) -> Kinds:
-    """Find tensors of `table` that engine and training ranks split and store alike, such as the
-    same weight of each layer, so that the transfer is planned for only one of them. `shards`:
-    {tensor: how training ranks split it}. Returns `Kinds`: {tensor: the first tensor like it,
-    perhaps itself} and {tensor: engine parameter}.
+    """Tensors that engine and training ranks split and store alike, so that one plan serves all.
 
-    An engine parameter may stack several tensors. Two tensors are alike if their engine parameters
-    stack tensors of equal shapes, boxes and shards, and the two have the same place there.
+    `shards`: {tensor: how training ranks split it}. Two tensors are alike if their engine
+    parameters stack equal shapes, boxes and shards, and both have the same place there.
     """
     stacked: dict[str, list[ParameterSpec]] = {}
     for parameter in table:
@@ -105,24 +83,23 @@ def kinds_of(table: Sequence[ParameterSpec], shards: Mapping[str, Shard]) -> Kin
     first: dict[tuple[object, ...], list[ParameterSpec]] = {}
     like: dict[str, str] = {}
     for members in stacked.values():
-        kind = tuple(
+        signature = tuple(
             (parameter.shape, parameter.boxes, parameter.zeros, shards.get(parameter.name))
             for parameter in members
         )
-        for one, other in zip(members, first.setdefault(kind, members), strict=True):
-            like[one.name] = other.name
+        for member, other in zip(members, first.setdefault(signature, members), strict=True):
+            like[member.name] = other.name
     return Kinds(
-        {one.name: like[one.name] for one in table}, {one.name: one.engine for one in table}
+        {member.name: like[member.name] for member in table},
+        {member.name: member.engine for member in table},
     )
 
 
 def refuse_other_model(
     in_table: Mapping[str, object], in_model: Mapping[str, object], model: str
 ) -> None:
-    """Raise `ValueError` if a model differs from a parameter table (the list of a model's tensors);
-    the message names the first tensor, in alphabetical order, that differs. `in_table`, `in_model`:
-    {tensor name: its shape, or its number of elements}. `model`: what to call the model in the
-    message, such as "the engine's model".
+    """Raise `ValueError` with the first name that differs. `in_table`, `in_model`: {tensor: its
+    shape or size}; `model`: the model's name in the message.
     """
     for name in sorted(in_table.keys() | in_model.keys()):
         if in_table.get(name) != in_model.get(name):

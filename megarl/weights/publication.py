@@ -1,10 +1,8 @@
-"""What sending a weight version to the engines (publishing it) has in common for whole weights and
-LoRA adapters: what it requires of the trained model and of the inference engines, attempts, engines
-that are lost and replaced, and the probe, a fixed text that both sides score.
+"""What publishing whole weights and LoRA adapters have in common: attempts, lost engines, the
+probe.
 
-An attempt has four collectives, of adapters two: rank 0 tells which engines take part and that the
-transport is ready, the ranks tell each other how they fared, and add up their digests, and rank 0
-tells what came of the checks.
+An attempt has four collectives, of adapters two: the engines that take part, the ranks' errors, the
+sum of digests, the outcome of the checks.
 """
 
 from __future__ import annotations
@@ -28,175 +26,129 @@ from megarl.weights.probe import Probe
 
 
 class SendsWeights(Protocol):
-    """Interface of a trained model whose weights can be sent to engines; every trainer rank has an
-    object for its part of the model.
-    """
+    """A trained model whose weights can be sent; each trainer rank has its part."""
 
     @property
-    def zero_stage(self) -> int:
-        """ZeRO stage with which the model is trained, 0 to 3."""
-        ...
+    def zero_stage(self) -> int: ...
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """{parameter name: shape of the whole parameter}, also if this rank has only a part."""
+        """{parameter name: shape of the whole parameter}."""
         ...
 
     @property
     def shards(self) -> dict[str, Shard]:
-        """How the model's tensor-parallel ranks split its parameters: {parameter name: a `Shard`:
-        rank r has the indices [edges[r], edges[r + 1]) of dimension `dim`}. Those that are not
-        split are left out.
+        """{parameter name: how tensor-parallel ranks split it}, without those that are not
+        split.
         """
         ...
 
     def owned(self) -> Mapping[str, torch.Tensor]:
-        """{parameter name: flat tensor} of this rank's part: its whole tensor-parallel shard or,
-        under ZeRO 3, its slice of that shard.
-        """
+        """{parameter name: flat tensor} of this rank's shard or, under ZeRO 3, its slice."""
         ...
 
     def logprobs(self, samples: Samples) -> torch.Tensor:
-        """[T - 1] log-probs, by the model's present weights, of the tokens of one sequence of T
-        tokens, each given those before it; the first token has none. All ranks call it together.
-        `samples`: the sequence, as `Samples` (token ids, masks and offsets) with a single sample.
-        """
+        """[T - 1] log-probs of the tokens of one sequence but the first. Collective."""
         ...
 
 
 class Update(Protocol):
-    """Interface of one weight update that all engines have begun: check it, or wait for its end.
-    Engines are named by their positions in `Engines.members`, also in `EngineLost.engines`.
+    """A weight update that all engines have begun. Engines are named by positions in
+    `Engines.members`.
     """
 
     def poll(self) -> None:
-        """Check the update without waiting. Raises `EngineLost` if an engine is dead or has
-        answered with an error, or `Aborted` if one has only stopped because another process gave
-        the update up.
+        """Raises `EngineLost` if an engine is dead or failed, `Aborted` if it stopped as another
+        gave up.
         """
         ...
 
     def result(self, *, timeout_s: float) -> list[Any]:
-        """Wait at most `timeout_s` seconds until every engine has answered, and return the answers
-        in the order of `Engines.members`.
-
-        After `Engines.update` the answer of an engine is a list with a dict for each of its ranks:
-        "version", "digests" (an int for each tensor), "seconds" ({phase: s}), "problem" (error
-        message or ""). After `Engines.load_adapter` it is {"version": the version that the engine
-        has loaded, "receipt": the digest of its adapters}. Raises `EngineLost` for engines that are
-        dead, have failed, or have not answered in time.
+        """Wait for the members' answers: after `Engines.update`, for each rank {"version",
+        "digests", "seconds", "problem"}; after `load_adapter`, {"version", "receipt"}. Raises
+        `EngineLost` for engines that are dead, have failed or are late.
         """
         ...
 
     def settle(self, *, timeout_s: float) -> list[int]:
-        """After the transfer was aborted, wait at most `timeout_s` seconds until the engines have
-        stopped receiving. Returns the positions of two kinds of engines: those that still receive,
-        and those that failed by an error of their own rather than by the abort.
+        """After an abort: positions of the engines that still receive, or failed by an error of
+        their own.
         """
         ...
 
 
 class Engines(Protocol):
-    """Interface of all inference engines of a run, as trainer rank 0 calls them.
-
-    Where nothing else is said, methods concern the engines in `members`, which get the weight
-    version that is being sent, and name engines by their positions in that list. Methods with
-    `timeout_s` wait at most so many seconds, and raise `EngineLost` where an engine has died.
+    """All engines of a run, as trainer rank 0 calls them. Methods with `timeout_s` raise
+    `EngineLost`.
     """
 
     members: list[int]
-    """Numbers, in the run, of the engines that take part, ascending; `hold` and `replace` set it.
-    """
+    """Numbers, in the run, of the engines that take part; `hold` and `replace` set it."""
 
     @property
     def preemptions(self) -> int:
-        """Times that engines have pushed a running request out of a full key-value cache so far."""
+        """Requests pushed out of a full key-value cache so far."""
         ...
 
     @property
     def missing(self) -> int:
-        """Number of the run's engines that do not get the present weight version, because they are
-        dead or starting.
-        """
+        """Number of engines that are dead or starting."""
         ...
 
     def is_one_host(self) -> bool:
-        """Whether all engines, and those that may be started in their places, run on the caller's
-        host.
-        """
+        """Whether all engines, also replacements, run on the caller's host."""
         ...
 
     def connect(self, info: Callable[[int], dict[str, Any]], *, timeout_s: float) -> None:
-        """Send every engine what it needs to connect to the trainer's transport, and wait until all
-        have connected. `info(position)`: the dict for the engine at that index of `members`, with
-        "transport" (its name), "spec" (the fields of a `RouteSpec`, by which both sides plan the
-        transfer), "engine" (the index), "init_info" (what the transport's sender says, such as
-        addresses), and "table" (the model's parameter table as JSON text).
-        """
+        """`info(position)`: an `InitInfo` as a dict."""
         ...
 
     def update(self, version: int, *, timeout_s: float) -> Update:
-        """Have every engine begin to receive weights, and return without waiting; `result` of the
-        returned `Update` waits for the engines' answers. `version`: the weight version that tokens
-        generated with them will carry.
-        """
+        """Have every engine begin to receive `version`; returns at once."""
         ...
 
     def load_adapter(self, version: int, files: dict[str, bytes], *, timeout_s: float) -> Update:
-        """Have every engine begin to load LoRA adapters, and return without waiting; `result` of
-        the returned `Update` waits for the engines' answers. `version`: the weight version that
-        tokens generated with them will carry. `files`: {file name: content} of a folder in PEFT's
-        format.
+        """Have every engine begin to load adapters, {file name: content} in PEFT's format; returns
+        at once.
         """
         ...
 
     def score(
         self, token_ids: list[int], *, timeout_s: float, adapted: bool = True
     ) -> list[list[float]]:
-        """Have every engine compute log-probs of one sequence. Returns for each engine, in the
-        order of `members`, len(token_ids) - 1 values: the log-prob of every token but the first,
-        given the tokens before it. With `adapted` False without the loaded LoRA adapters.
+        """For each member, the log-probs of all tokens but the first. `adapted` False: without
+        adapters.
         """
         ...
 
     def hold(self) -> list[int]:
-        """Begin to send a weight version: sets `members` to the engines that are ready. Returns the
-        numbers, in the run, of those of them that have no weights yet. Raises `ProcessLost` if no
-        engine is left.
+        """Set `members` to the ready engines; returns those without weights. Raises `ProcessLost`
+        if none is left.
         """
         ...
 
     def replace(self, numbers: Sequence[int]) -> None:
-        """Have the engines with the given `numbers` in the run replaced, and set `members` to those
-        that are ready. Raises `ProcessLost` if no engine is left.
-        """
+        """Replace engines by their numbers, and set `members`. Raises as `hold`."""
         ...
 
     def admit(self) -> int:
-        """Let replaced engines serve requests, now that they have the current weights. Returns how
-        many engines were replaced in the run so far.
-        """
+        """Let replaced engines serve. Returns the number of replacements so far."""
         ...
 
 
 Model = TypeVar("Model", bound=SendsWeights)
-"""The type of the trained model that is sent."""
 
 Verify = Callable[[Engines], dict[str, float]]
-"""What rank 0 calls when a version has been sent: looks at what the engines have, sets
-`Publication.receipts` and returns metrics."""
+"""Rank 0 calls it when a version was sent: checks the engines, sets `Publication.receipts`, returns
+metrics.
+"""
 
 FurtherCheck = Callable[[Engines, Sequence[Sequence[float]]], dict[str, float]]
-"""What rank 0 calls when the probe's log-probs agree, with those of the engines; returns
-metrics."""
+"""Rank 0 calls it with the engines' log-probs if these agree; returns metrics."""
 
 
 class Publication(ABC, Generic[Model]):
-    """Sends weight versions to the engines and checks what they have. Every trainer rank has one
-    and calls its methods together with the others; only rank 0's calls the engines.
-
-    A subclass defines `_transfer`, which sends a version.
-    """
+    """Sends weight versions to the engines and checks what they have. Methods are collective."""
 
     def __init__(
         self,
@@ -208,36 +160,29 @@ class Publication(ABC, Generic[Model]):
         probe: Probe,
         layouts: str,
     ) -> None:
-        """`engines`: on rank 0; None on the other ranks. `probe`: the text that trainer and engines
-        score. `layouts`: parallelism of trainer and engines as text, for error messages.
-        """
+        """`engines`: None but on rank 0. `layouts`: for error messages."""
         self.config, self.policy, self.engines, self.mesh = config, policy, engines, mesh
         self._probe, self._layouts = probe, layouts
         self.members: list[int] = []
-        """Numbers of the engines that get the present version, on every rank."""
+        """Numbers of the engines that get the present version."""
         self.receipts: list[str] = []
-        """Receipts (digests as hex text) of the newest version, on every rank, one of which each
-        response must carry. More than one where engines receive the same weights in other pieces.
+        """Of the newest version. Each response must carry one of them; engines may receive in
+        different pieces.
         """
         self._is_connected = False
-        """Whether all engines know the transport; new ones know nothing, and after a failed attempt
-        all connect anew."""
+        """Whether all engines know the transport."""
         self._number = 0
-        """Number of the present attempt to send a version, on every rank."""
+        """Number of the present attempt."""
         self._doing = ""
         """What rank 0 does in `_on_main`, for the error message."""
 
     def publish(self, version: int) -> dict[str, float]:
-        """Send the policy's present weights as version `version` to every engine that is ready. All
-        trainer ranks call it together; it blocks. Returns metrics {name: value}, the same on all.
+        """Send the policy's weights as `version` to every engine that is ready; returns metrics.
+        Collective.
 
-        Engines lost during the transfer or its probe are replaced, and the version is sent to the
-        others again, up to `weight_sync.replacements` times. Engines that are new and ready by then
-        receive the version like the others, and serve requests afterwards; those that still start
-        get the next version.
-
-        Raises `RuntimeError` on every rank if an engine does not answer in time, holds other bytes
-        than were sent, or scores the probe, a fixed text, differently from the trainer.
+        Lost engines are replaced and the version is sent again, up to `weight_sync.replacements`
+        times. Raises `RuntimeError` on every rank if an engine is late, holds other bytes, or fails
+        the probe.
         """
         failure, lost, metrics = "", list[int](), {}
         self._started_at = time.monotonic()
@@ -255,8 +200,8 @@ class Publication(ABC, Generic[Model]):
         return metrics
 
     def _begin(self, version: int, failure: str, lost: Sequence[int]) -> None:
-        """Begin an attempt: have every rank know which engines take part, after new ones were
-        started for those that the attempt before, which ended with `failure`, has `lost`.
+        """Tell every rank which engines take part, after engines `lost` with `failure` were
+        replaced.
         """
         self._number += 1
 
@@ -284,21 +229,21 @@ class Publication(ABC, Generic[Model]):
             raise RuntimeError(problem)
 
     def _on_main(self, doing: str, work: Callable[[Engines], Any]) -> tuple[str, list[int], Any]:
-        """Run `work` on rank 0. Returns on every rank (error message or "", positions of the
-        engines that its error calls lost, its result or None).
+        """Run `work` on rank 0. Returns (error message or "", positions of lost engines, result or
+        None).
         """
-        self._doing, found = doing, ("", list[int](), None)
+        self._doing, outcome = doing, ("", list[int](), None)
         if self.engines is not None:
             try:
-                found = "", [], work(self.engines)
+                outcome = "", [], work(self.engines)
             except Exception as error:
                 lost = [*error.engines] if isinstance(error, EngineLost) else []
-                found = f"{self._doing} failed: {str(error) or repr(error)}", lost, None
-        return broadcast_object(found, self.mesh.world)
+                outcome = f"{self._doing} failed: {str(error) or repr(error)}", lost, None
+        return broadcast_object(outcome, self.mesh.world)
 
     def _conclude(self, version: int, verify: Verify) -> tuple[str, list[int], dict[str, float]]:
-        """Check a version that was sent, and let new engines serve requests. Returns on all ranks
-        (error message or "", positions of the engines lost, metrics).
+        """Check a version that was sent: (error message or "", positions of lost engines,
+        metrics).
         """
         own, every, further = list[float](), self.config.probe_every, None
         if every and version % every == 0:
@@ -317,42 +262,38 @@ class Publication(ABC, Generic[Model]):
             metrics["time/publish_s"] = time.monotonic() - self._started_at
             return metrics, self.receipts
 
-        failure, lost, found = self._on_main(f"publishing version {version}", conclude)
-        metrics, self.receipts = found or ({}, self.receipts)
+        failure, lost, checked = self._on_main(f"publishing version {version}", conclude)
+        metrics, self.receipts = checked or ({}, self.receipts)
         return failure, lost, metrics
 
     def _check_probe(
         self, engines: Engines, version: int, own: list[float], further: FurtherCheck | None
     ) -> dict[str, float]:
-        """Compare the probe's log-probs with the trainer's, `own`; returns metrics."""
         with activity(f"probe of weights {version}", kind="publish", of="engines"):
             scores = engines.score(self._probe.token_ids, timeout_s=self.config.timeout_s)
             worst = self._probe.compare(
                 own, scores, version=version, layouts=self._layouts, numbers=self.members
             )
-            found = further(engines, scores) if further is not None else {}
-            return found | {"probe/max_abs": worst}
+            metrics = further(engines, scores) if further is not None else {}
+            return metrics | {"probe/max_abs": worst}
 
     @abstractmethod
     def _transfer(self, version: int) -> tuple[str, list[int], Verify]:
-        """Send a version once: (error message or "", positions of the engines lost, its check).
-
-        Message and engines are the same on all ranks.
+        """Send a version once: (error message or "", positions of lost engines, its check), on all
+        ranks.
         """
 
     def _prepare(self, version: int) -> None:
-        """Called on rank 0 before the other ranks begin an attempt."""
+        """Rank 0 calls it before the others begin an attempt."""
 
     def _resize(self, count: int) -> None:
-        """Prepare to send to `count` engines; all ranks call it together."""
+        """Prepare to send to `count` engines. Collective."""
 
     def _further_check(self, version: int, own: list[float]) -> FurtherCheck | None:
-        """What else is checked where the probe's log-probs agree. `own`: the trainer's. All ranks
-        call this method together.
+        """What else to check if the probe's log-probs agree with the trainer's, `own`.
+        Collective.
         """
         return None
 
     def close(self) -> None:
-        """Release the connections, files and memory that were opened to send weights; every rank
-        calls it at the end. Here it does nothing.
-        """
+        """Release what was opened to send weights."""

@@ -1,9 +1,6 @@
 """Send one weight version from the trainer's ranks to every engine rank, and verify it.
 
-    trainer rank: the parts it owns --transport--> engine rank: its own tensor-parallel shard
-
-After each version two checks compare trainer and engines: digests of every tensor (the bytes
-arrived), and the log-probs of a fixed text, the probe (the engines compute with them).
+trainer rank: the parts it owns --transport--> engine rank: its own tensor-parallel shard
 """
 
 from __future__ import annotations
@@ -29,18 +26,12 @@ from megarl.weights.transports.base import GIVEN_UP, Aborted, Watch
 from megarl.weights.transports.transport_table import TRANSPORTS
 from megarl.weights.weight_receipts import receipt_of_weights
 
-POLL_S = 0.05
-"""Seconds between two checks that the engines are still alive."""
-
 SETTLE_S = 8.0
-"""Seconds that engines get to abandon a version after it was aborted."""
+"""Seconds that engines get to abandon a version after an abort."""
 
 
 class Publisher(Publication[SendsWeights]):
-    """Sends all weights of the policy, and not LoRA adapters alone, from the trainer's ranks to the
-    engines, and checks that the engines have them. Every trainer rank has one, and calls
-    `publish(version)` together with the others.
-    """
+    """Sends all weights of the policy, not adapters alone, and checks the engines' digests."""
 
     def __init__(
         self,
@@ -56,24 +47,14 @@ class Publisher(Publication[SendsWeights]):
         probe: Probe,
         shares_gpus: bool = False,
     ) -> None:
-        """Plan the transfer and open the transport. Collective: every trainer rank calls it.
+        """Plan the transfer and open the transport. Collective.
 
-        Args:
-            config: transport, bucket size, probe and deadlines.
-            table: the model's parameter table, what engines store of each tensor.
-            policy: the trained model, whose weights are sent.
-            engines: the inference engines on rank 0, None on the other ranks.
-            num_engines: number of engines.
-            engine_tensor: tensor-parallel ranks of one engine.
-            mesh: the trainer's process groups.
-            dtype: dtype of the engines' weights, for example "bfloat16".
-            probe: the text that trainer and engines score.
-            shares_gpus: whether engines and trainer ranks have the same GPUs.
-
-        Raises:
-            ValueError: the parameter table does not describe the policy's model.
+        `table`: the model's parameter table. `dtype`: of the engines' weights. Raises `ValueError`
+        if the table is not of the policy's model.
         """
-        refuse_other_model({one.name: one.shape for one in table}, policy.shapes, "the model")
+        refuse_other_model(
+            {parameter.name: parameter.shape for parameter in table}, policy.shapes, "the model"
+        )
         sender = TRANSPORTS[config.transport].Sender
         device = "cuda" if torch.cuda.is_available() else "cpu"
         spec = RouteSpec(
@@ -99,7 +80,6 @@ class Publisher(Publication[SendsWeights]):
         """Positions of the engines that had not abandoned the last failed version in time."""
 
     def _open(self, spec: RouteSpec) -> None:
-        """Plan the transfer and open the transport; collective."""
         world = self.mesh.world
         self.route, self._layouts = Route.of_source(spec, self._table, world.rank), str(spec)
         self._tensor_index = {name: index for index, name in enumerate(self.route.tensors)}
@@ -131,8 +111,8 @@ class Publisher(Publication[SendsWeights]):
         return "", [], lambda engines: self._verify(version, sums, answers)
 
     def _explain(self, error: Exception, version: int) -> tuple[int, str, list[int]]:
-        """(place among what other ranks tell, of which the lowest counts, message, positions of the
-        engines lost) of an error while a version was sent.
+        """(rank of the cause, of which the lowest counts; message; positions of lost engines) of an
+        error.
         """
         doing = f"publishing version {version} failed"
         if isinstance(error, Aborted):  # the rank that aborted tells why
@@ -153,10 +133,8 @@ class Publisher(Publication[SendsWeights]):
         return 0, f"{doing} on rank {self.mesh.world.rank}: {str(error) or repr(error)}", []
 
     def _send(self, version: int, digests: torch.Tensor) -> list[list[dict[str, Any]]]:
-        """Send this rank's part of a weight version and digest it.
-
-        Fills `digests` [destinations, tensors] int64. Returns on rank 0 the status of every
-        engine rank, [engine][rank]; elsewhere an empty list.
+        """Send this rank's part of a version. Fills `digests` [destinations, tensors] int64;
+        returns on rank 0 the status of every [engine][rank].
         """
         sender, route, timeout_s = self._sender, self.route, self.config.timeout_s
         update: Update | None = None
@@ -177,11 +155,11 @@ class Publisher(Publication[SendsWeights]):
                     for copy, target in sender.reserve(bucket, watch)
                 )
                 for copy, value in carried(regions):
-                    place = copy.destination, self._tensor_index[copy.tensor]
-                    sums[place] = sums.get(place, 0) + value
+                    key = copy.destination, self._tensor_index[copy.tensor]
+                    sums[key] = sums.get(key, 0) + value
                 sender.commit(bucket, watch)
-            for place, value in sums.items():
-                digests[place] = signed(value)
+            for key, value in sums.items():
+                digests[key] = signed(value)
             if update is None:
                 return []
             return update.result(timeout_s=max(0.0, deadline - time.monotonic()))
@@ -192,10 +170,8 @@ class Publisher(Publication[SendsWeights]):
             raise
 
     def _watch(self, deadline: float, update: Update | None) -> Watch:
-        """A function to call in every wait: raises once `deadline` has passed or an engine failed.
-
-        Only rank 0 sees the engines' answers and can name the late one, so the other ranks wait
-        longer.
+        """A function that raises in a wait once `deadline` has passed or an engine failed. Only
+        rank 0 can name the late engine, so the other ranks wait longer.
         """
         timeout_s = self.config.timeout_s
         next_poll = time.monotonic()
@@ -220,14 +196,11 @@ class Publisher(Publication[SendsWeights]):
                 )
             if now >= next_poll:
                 update.poll()
-                next_poll = time.monotonic() + POLL_S
+                next_poll = time.monotonic() + 0.05
 
         return watch
 
     def _connect(self) -> None:
-        """Send every engine the transport's settings and address, unless all engines have them: at
-        the first publication, and after an engine was replaced.
-        """
         if self._is_connected:
             return
         assert self.engines is not None
@@ -245,11 +218,8 @@ class Publisher(Publication[SendsWeights]):
     def _verify(
         self, version: int, sums: torch.Tensor, answers: Sequence[Sequence[Mapping[str, Any]]]
     ) -> dict[str, float]:
-        """Set the receipts, and return metrics. Raises `RuntimeError` where an engine rank's
-        version or digests differ from what was sent.
-
-        `sums` [destinations, tensors] int64 are the trainer's digests, `answers` the status of each
-        [engine][rank].
+        """Set the receipts and return metrics; raises `RuntimeError` for a wrong version or digest.
+        `sums`: as `_send` fills them, over all ranks.
         """
         for position, ranks in enumerate(answers):
             for rank, status in enumerate(ranks):
@@ -260,7 +230,7 @@ class Publisher(Publication[SendsWeights]):
                     )
                 expected = sums[self.route.spec.destination(position, rank)].tolist()
                 pairs = zip(self.route.tensors, expected, status["digests"], strict=True)
-                differing = [name for name, sent, found in pairs if sent != found]
+                differing = [name for name, sent, received in pairs if sent != received]
                 if differing:
                     raise RuntimeError(
                         f"{who} has received a wrong {differing[0]} ({len(differing)} of"
@@ -270,12 +240,11 @@ class Publisher(Publication[SendsWeights]):
         self.receipts = list(dict.fromkeys(receipts))
         seconds = [rank["seconds"] for ranks in answers for rank in ranks]
         metrics = {
-            f"publish/{kind}_s": max(found[kind] for found in seconds)
-            for kind in ("wait", "digest", "install")
+            f"publish/{phase}_s": max(rank[phase] for rank in seconds)
+            for phase in ("wait", "digest", "install")
         }
         copies = self.route.spec.engines if self._sender.SENDS_TO_EACH else 1
         return metrics | {"publish/bytes": float(self.route.written * copies)}
 
     def close(self) -> None:
-        """Release the transport's memory, files and connections; every rank calls it at the end."""
         self._sender.close()

@@ -1,10 +1,8 @@
-"""The engine's side of weight synchronisation: receives the trainer's weights in vLLM's workers, as
-a weight-transfer engine of vLLM.
+"""The engine's side of weight synchronisation: a weight-transfer engine in vLLM's workers.
 
-Parameters that vLLM runs as they are stored in checkpoints are overwritten in place. Modules whose
-weights vLLM repacks are rebuilt one at a time. vLLM imports this file in its workers through
-`worker_extension_cls`, which registers the engine. The trainer never imports it, because vLLM's CPU
-worker patches torch.
+Parameters that vLLM runs as the checkpoint has them are overwritten in place; repacked modules are
+rebuilt one at a time. vLLM imports this file through `worker_extension_cls`. The trainer never
+does, because vLLM's CPU worker patches torch.
 """
 
 from __future__ import annotations
@@ -27,44 +25,37 @@ from megarl.weights.parameters import refuse_other_model
 from megarl.weights.transports.base import GIVEN_UP, Aborted
 
 NAME = "megarl"
-"""Name of the vLLM weight-transfer backend that this file registers."""
+"""Name of the vLLM backend that this file registers."""
 
 
 def not_loaded(problem: str) -> dict[str, Any]:
-    """Status dict of an engine rank that has no complete weight version: {"version": -1, "digests":
-    [], "seconds": {}, "problem": `problem`}.
-
-    `problem`: the reason, for the trainer's error message; "" before the first version.
+    """Status of an engine rank without a complete version. `problem`: for the trainer's error
+    message.
     """
     return {"version": -1, "digests": [], "seconds": {}, "problem": problem}
 
 
 def _parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """{name: parameter} of a module itself, without those of its submodules."""
+    """Those of the module itself, not of submodules."""
     return {name: value for name, value in layer._parameters.items() if value is not None}
 
 
 class WeightSyncWorker:
-    """A mixin that vLLM adds to the worker of each engine rank (its `worker_extension_cls`): it
-    reports the outcome of the rank's weight updates. The engine's own process calls its methods on
-    all ranks by vLLM's `collective_rpc`.
-    """
+    """vLLM adds it to each rank's worker; the engine calls its methods by `collective_rpc`."""
 
     weight_transfer_engine: Any
-    """The worker's `ReshardEngine`, which vLLM creates."""
 
     def megarl_weight_status(self) -> dict[str, Any]:
-        """Outcome of this rank's last weight update, a dict:
-        version: weight version that is loaded, -1 if none is complete
-        digests: one signed 64-bit integer for each tensor of the parameter table
-        seconds: {"wait": s, "digest": s, "install": s}
-        problem: error message, empty on success"""
+        """Outcome of the last update: "version" (-1: none is complete), "digests" (a signed 64-bit
+        int for each tensor of the table), "seconds" ({"wait", "digest", "install"}), "problem"
+        ("" on success).
+        """
         return self.weight_transfer_engine.status
 
 
 class ReshardEngine(WeightTransferEngine):
-    """Receives one engine rank's shard of the weights and installs it in the running model. vLLM
-    creates it in the worker of each rank and calls its methods; their outcome is in `status`.
+    """Receives one engine rank's shard and installs it in the running model; vLLM calls its
+    methods.
     """
 
     init_info_cls = InitInfo  # pyright: ignore[reportAssignmentType]
@@ -77,11 +68,8 @@ class ReshardEngine(WeightTransferEngine):
         self._buckets: Any = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Prepare for weights, called by vLLM before the first version: work out which regions of
-        which tensors this engine rank receives, check that they fill the running model's
-        parameters, and connect to the trainer's transport.
-
-        Errors are not raised but put in `status["problem"]`.
+        """Connect to the trainer and check that its table fits the running model. Errors go to
+        `status`.
         """
         # After an exception vLLM's executor would read the other ranks' answers as those of the
         # next call, so errors go into `status`.
@@ -92,17 +80,13 @@ class ReshardEngine(WeightTransferEngine):
             self.status = not_loaded(str(error))
 
     def _connect(self, init_info: InitInfo) -> None:
-        """As `init_transfer_engine`, but errors are raised."""
         self.shutdown()
         self._buckets = BucketReceiver(init_info, get_tensor_model_parallel_rank())
         self._compare(self._buckets.route.owned.sizes)
         self._plain = self._find_plain()
 
     def _compare(self, sizes: dict[str, int]) -> None:
-        """Raise `ValueError` with the first parameter whose size differs between model and route.
-
-        `sizes`: {parameter name: number of elements} according to the parameter table.
-        """
+        """Raise `ValueError` for the first parameter whose size differs. `sizes`: by the table."""
         in_table = {name: f"{size} elements" for name, size in sizes.items()}
         in_model = {}
         for path, layer in self.model.named_modules():
@@ -114,18 +98,15 @@ class ReshardEngine(WeightTransferEngine):
         refuse_other_model(in_table, in_model, "the engine's model")
 
     def _raw(self, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """{name: parameter} of a layer as they were before vLLM repacked the weights."""
+        """{name: parameter} of a layer before vLLM repacked them."""
         now, before = _parameters(layer), get_layerwise_info(layer).restore_metadata[0]
         return now | {name: value for name, value in before.items() if name in now}
 
     def start_weight_update(self) -> None:
-        """Called by vLLM before each update; there is nothing to prepare."""
+        """vLLM requires it."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Receive the weight version that `update_info` names, within the seconds it allows, and
-        install it in the running model; called by vLLM while generation is paused. Errors are not
-        raised but put in `status["problem"]`.
-        """
+        """Receive and install a version, while generation is paused. Errors go to `status`."""
         self.status = not_loaded("the version was not received completely")
         try:
             with activity(f"weights {update_info.version}", kind="publish"):
@@ -136,7 +117,6 @@ class ReshardEngine(WeightTransferEngine):
             self.status = not_loaded(f"{type(error).__name__}: {error}")
 
     def _receive(self, update_info: UpdateInfo) -> None:
-        """Receive and install one weight version; raises errors, which the caller reports."""
         receiver, version = self._buckets, update_info.version
         modules = Modules(receiver.route.owned.sizes)
         for bucket, buffers in receiver.buckets(update_info.timeout_s):
@@ -155,11 +135,9 @@ class ReshardEngine(WeightTransferEngine):
     def _write(
         self, buffers: dict[str, torch.Tensor], bucket: Bucket
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Copy the bucket's parameters that vLLM runs unchanged. Returns (the other buffers, all
-        buffers as they are to be digested).
-
-        Digested are running parameters where possible; the received bytes where a layer is repacked
-        or on another kind of device than the transport.
+        """Copy the bucket's parameters that vLLM runs unchanged. Returns (the other buffers, what
+        to digest): running parameters, or the received bytes where a layer is repacked or on
+        another device type.
         """
         rest, stored = dict(buffers), dict(buffers)
         for name in buffers.keys() & self._plain.keys():
@@ -171,8 +149,8 @@ class ReshardEngine(WeightTransferEngine):
         return rest, stored
 
     def _find_plain(self) -> dict[str, torch.Tensor]:
-        """{name: flat parameter} of all modules that vLLM runs with the checkpoint's parameters."""
-        found = {}
+        """{name: flat parameter} of all modules that vLLM runs as the checkpoint has them."""
+        plain = {}
         for path, layer in self.model.named_modules():
             raw, running = self._raw(layer), _parameters(layer)
             alike = all(
@@ -182,15 +160,12 @@ class ReshardEngine(WeightTransferEngine):
                 for name, value in running.items()
             )
             if alike and (path != "lm_head" or not self._is_tied()):
-                found |= {f"{path}.{name}": value.data.view(-1) for name, value in running.items()}
-        return found
+                plain |= {f"{path}.{name}": value.data.view(-1) for name, value in running.items()}
+        return plain
 
     def _install(self, layer: torch.nn.Module, values: dict[str, torch.Tensor]) -> None:
-        """Rebuild a module that vLLM repacks from its checkpoint parameters {name: flat tensor}.
-
-        The repacked weights are copied into the running ones, whose addresses stay the same:
-        compiled graphs refer to them. Restoring, repacking and copying follow vLLM's layer-wise
-        reload.
+        """Rebuild a module that vLLM repacks from {name: flat tensor}, as vLLM's layer-wise reload
+        does. The running tensors keep their addresses, to which compiled graphs refer.
         """
         raw = self._raw(layer)
         running: Any = get_layer_params_buffers(layer)
@@ -201,10 +176,10 @@ class ReshardEngine(WeightTransferEngine):
             if layer._parameters[name] is running[0].get(name):  # a bias, which is never replaced
                 running[0][name].data.copy_(value)
                 continue
-            made: Any = value.detach()
-            made.__class__ = raw[name].__class__
-            made.__dict__.update(raw[name].__dict__)
-            layer._parameters[name] = made
+            parameter: Any = value.detach()
+            parameter.__class__ = raw[name].__class__
+            parameter.__dict__.update(raw[name].__dict__)
+            layer._parameters[name] = parameter
         self._repack(layer)
         for name, old in running[0].items():
             new: Any = layer._parameters[name]
@@ -218,27 +193,21 @@ class ReshardEngine(WeightTransferEngine):
             layer.register_buffer(name, old, persistent=name not in transient)
 
     def _repack(self, layer: torch.nn.Module) -> None:
-        """Let vLLM transform a layer's weights, as it does after loading a checkpoint."""
         method = getattr(layer, "quant_method", None)
         if method is not None and hasattr(method, "process_weights_after_loading"):
             method.process_weights_after_loading(layer)
 
     def finish_weight_update(self) -> None:
-        """Called by vLLM after each update. Where the output head is tied to the embedding, has
-        vLLM repack the head's weight: on a CPU the head computes with a packed copy of the
-        embedding.
-        """
+        """Repack a head that is tied to the embedding."""
         if self._is_tied():
             # On CPU a tied head multiplies with a packed copy of the embedding.
             self._repack(self.model.lm_head)  # pyright: ignore[reportArgumentType]
 
     def _is_tied(self) -> bool:
-        """Whether the output head shares the embedding's weight."""
         hf = self.model_config.hf_text_config
         return bool(getattr(hf, "tie_word_embeddings", False)) and hasattr(self.model, "lm_head")
 
     def shutdown(self) -> None:
-        """Close the connection to the trainer, if there is one."""
         if self._buckets is not None:
             self._buckets.receiver.close()
             self._buckets = None

@@ -23,7 +23,7 @@ from megarl.engines import channel as channel_module
 from megarl.engines.channel import Channel, ChannelActor, ChannelPlace, Remote, packed
 from megarl.engines.interface import Pauses
 from megarl.engines.remote import GenerateRequest, RemoteEngine
-from megarl.errors import EngineLost, EngineUnreachable
+from megarl.errors import ActorUnreachable, EngineLost
 from megarl.rollout.requests import EnginePool
 from megarl.settings.rollout import RolloutConfig
 from megarl.settings.schema import replace
@@ -186,7 +186,7 @@ async def test_what_ray_says_of_an_actor_reaches_every_request(is_dead: bool) ->
         actor, remote = handle.actor, echo(made, handle)
         waiting = [asyncio.create_task(remote.ask(0)) for _ in range(3)]
         await until(lambda: actor.began == 3)
-        kind = EngineLost if is_dead else EngineUnreachable
+        kind = EngineLost if is_dead else ActorUnreachable
         handle.die(None if is_dead else ActorUnavailableError("for a moment", None))
         for found in await asyncio.gather(*waiting, return_exceptions=True):
             assert type(found) is kind
@@ -213,7 +213,7 @@ async def test_a_connection_that_is_asked_for_again_replaces_the_one_before() ->
             raise ActorUnavailableError("for a moment", None)
 
         remote = echo(made, SimpleNamespace(attach=Method(attach)))
-        with pytest.raises(EngineUnreachable, match="for a moment"):
+        with pytest.raises(ActorUnreachable, match="for a moment"):
             await remote.ask(0)
         assert not calls[0].done()
         assert (await remote.ask(2)).num_tokens == 2
@@ -246,7 +246,7 @@ async def test_a_connection_that_breaks_is_made_again() -> None:
         await until(lambda: handle.actor.began)
         for writer in open_:
             writer.close()
-        with pytest.raises(EngineUnreachable, match="its connection broke"):
+        with pytest.raises(ActorUnreachable, match="its connection broke"):
             await waiting
         assert handle.actor.ended == 1
         assert (await remote.ask(5)).num_tokens == 5 and handle.calls == 2

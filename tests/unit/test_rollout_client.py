@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megarl.errors import ActorDied
 from megarl.rollout import client as rollout_client
 from megarl.rollout.client import RolloutClient
 from megarl.run.build import rollout_deadline_s, step_deadline_s
@@ -22,7 +23,6 @@ from megarl.settings.rollout import DynamicSamplingConfig, EngineConfig, Rollout
 from megarl.settings.schema import replace
 from megarl.settings.training import ModelConfig, TrainingConfig
 from megarl.settings.weight_sync import WeightSyncConfig
-from megarl.system.ray_calls import ActorDied
 
 
 class Store:

@@ -25,7 +25,7 @@ from megarl.engines import pool as engines_module
 from megarl.engines.client import EngineCall
 from megarl.engines.interface import Pauses, Pulse
 from megarl.engines.pool import CallOutcome, EngineManager, EngineStarts
-from megarl.errors import EngineLost, EngineUnreachable, ProcessLost, UserError
+from megarl.errors import ActorDied, ActorUnreachable, EngineLost, ProcessLost, UserError
 from megarl.rollout import client as rollout_client
 from megarl.rollout.requests import MOST_LOSSES, EnginePool, RequestRoute
 from megarl.rollout.waits import Waits
@@ -33,7 +33,6 @@ from megarl.settings.rollout import ENGINE_STARTS, RolloutConfig
 from megarl.settings.schema import replace
 from megarl.system import ray_calls as asking
 from megarl.system.processes import end, is_alive, is_tracker, with_descendants
-from megarl.system.ray_calls import ActorDied
 from megarl.types import Prompt, Segment
 from megarl.weights.transports.base import GIVEN_UP, Aborted
 
@@ -86,7 +85,7 @@ async def test_requests_of_a_lost_engine_go_to_another_with_their_seed(
 ) -> None:
     """Or to the next one, where no engine lives; to the same one, where that was out of reach."""
     monkeypatch.setattr("megarl.rollout.requests.UNREACHABLE_S", 0.01)
-    away = EngineUnreachable("blip")
+    away = ActorUnreachable("blip")
     engines = [Engine(EngineLost("gone")), Engine(away, away)]
     pool, route = EnginePool(engines, RolloutConfig()), RequestRoute(0)
     await requested(pool, PROMPT, 7, route)

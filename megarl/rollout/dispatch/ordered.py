@@ -1,15 +1,11 @@
-"""The dispatch policy `ordered`: steps use groups (all rollouts of a prompt) in the order of their
-ordinals, their positions in the training order, and none is dropped for its age.
+"""The dispatch policy `ordered`: steps use groups in the order of their ordinals, and sweep none.
 
-A group is *accepted* into a step or *rejected* by dynamic sampling. A step's batch closes with
-`per_step` accepted groups, or short of that once it has looked at `max_draws` groups. Group o may
-start at trainer version v only if it is certain to be trained by step v + staleness: then the age
-of what is trained never exceeds `staleness`.
+A batch closes with `per_step` accepted groups, or after `max_draws`. Group o may start at version v
+only if it is certain to be trained by step v + staleness. Without a draw limit this is `o -
+rejected < (v + 1 + staleness) * per_step`.
 
-Without a draw limit this is `o - rejected < (v + 1 + staleness) * per_step`.
-
-What a step trains on does not depend on how long its groups take, so that a run can be repeated
-exactly. The price: a group that takes long holds its step back, though later groups are finished.
+What a step trains on does not depend on how long groups take, so a run can be repeated exactly. The
+price: a slow group holds its step back.
 """
 
 from __future__ import annotations
@@ -23,22 +19,12 @@ from megarl.types import Cursor
 
 @dataclass
 class Ordered:
-    """The dispatch policy `ordered` and its state: steps use groups (all rollouts of a prompt) in
-    the order of the training data, and none is dropped for its age. Make it by `restore`. Then, as
-    the run goes on: `start()` returns the position in the training order of the next group to
-    generate, if `may_start()`; `finish(position, accepted)` notes that a group is done; `close()`
-    returns the next complete `Batch` or None; `release(version)` notes that the steps before
-    `version` are trained.
-    """
-
     limits: Limits
     first: int = 0
-    """Ordinal (position in the training order) of the first group of the open batch, that of the
-    earliest incomplete step."""
+    """Ordinal of the open batch's first group."""
     step: int = 0
-    """Earliest step whose batch is not complete, from 0."""
+    """Step of the open batch."""
     version: int = 0
-    """Version of the trainer's weights."""
     next: int = 0
     """Ordinal of the next group to start."""
     known: dict[int, bool] = field(default_factory=dict)
@@ -92,15 +78,12 @@ class Ordered:
         return Cursor(self.first)
 
     def _pass_known(self) -> None:
-        """Let `next` pass groups that are finished already."""
         while self.next in self.known:
             self.next += 1
 
     def _end(self, first: int, *, assume: bool) -> tuple[int | None, list[int]]:
-        """(ordinal after the batch that begins at `first`, ordinals of its accepted groups).
-
-        With `assume`, unfinished groups count as accepted. Without, the first item is None if a
-        group that decides the batch is unfinished.
+        """(ordinal after the batch that begins at `first`, its accepted groups). `assume`:
+        unfinished groups count as accepted; else None if one of them decides the batch.
         """
         accepted: list[int] = []
         for ordinal in range(first, first + self.limits.max_draws):
@@ -114,10 +97,8 @@ class Ordered:
         return first + self.limits.max_draws, accepted
 
     def _latest_step(self, ordinal: int) -> int:
-        """The latest step whose batch can contain group `ordinal`.
-
-        That is the step it belongs to if every unfinished group is accepted: a rejection moves
-        later groups to earlier steps, never to later ones.
+        """The latest step that can have group `ordinal`: a rejection only moves groups to earlier
+        steps.
         """
         first, step = self.first, self.step
         if False not in self.known.values():  # then no batch needs more groups than it trains on

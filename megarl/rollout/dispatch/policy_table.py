@@ -1,4 +1,4 @@
-"""The dispatch policies by the names that recipes use."""
+"""The dispatch policies by their names in recipes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,10 @@ from megarl.settings.rollout import RolloutConfig
 from megarl.types import Cursor
 
 POLICIES: dict[str, type[DispatchPolicy]] = {"ordered": Ordered, "windowed": Windowed}
-"""{value of the setting `rollout.dispatch`: class of the policy}"""
 
 
 def limits_of(config: RolloutConfig, *, rejects: bool, last_step: int) -> Limits:
-    """The limits that the settings `config` set to a dispatch policy, which decides when groups
-    (all rollouts of a prompt) start: groups in a step, their age, and groups started at the same
-    time. `rejects`: whether dynamic sampling may reject groups. `last_step`: last step of the run,
-    from 0.
-    """
+    """`rejects`: whether dynamic sampling may reject groups."""
     per_step = config.groups_per_step
     draws = round(config.dynamic_sampling.max_draws * per_step) if rejects else per_step
     return Limits(
@@ -30,10 +25,8 @@ def limits_of(config: RolloutConfig, *, rejects: bool, last_step: int) -> Limits
 
 
 def refusal(dispatch: str, cursor: Cursor) -> str:
-    """Why a run cannot be resumed with the policy `dispatch` ("ordered" or "windowed"): a phrase
-    that also says what to set; "" if it can. `cursor`: the groups (prompts with their rollouts)
-    that the steps before the checkpoint have used; the policy `ordered` needs that no earlier group
-    is unused.
+    """Why a run with this `cursor` cannot be resumed with a policy, and what to set; "" if it
+    can.
     """
     if POLICIES[dispatch].takes_gaps or not cursor.beyond:
         return ""

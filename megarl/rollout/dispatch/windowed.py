@@ -1,23 +1,13 @@
-"""The dispatch policy `windowed`: steps use groups (all rollouts of a prompt) as they finish, and
-groups that would be too old are swept, that is, given up.
+"""The dispatch policy `windowed`: steps use groups as they finish, and groups too old are *swept*.
 
-A step's batch closes with the first `per_step` groups that finish and are accepted, or short of
-that once `max_draws` groups have finished. When a batch closes, a group in flight whose version is
-older than the next step minus `staleness` can be trained by no step any more: the group is *swept*,
-which means that its generation is cancelled and the group is rejected with the reason "stale".
+A batch closes with the first `per_step` groups that finish and are accepted, or after `max_draws`.
+Then a group in flight that no later step could train is cancelled and rejected as "stale". It is
+not dispatched again: its prompt would likely take long again, and each ordinal stays trained or
+rejected once. The price: training sees fewer long answers (metric `groups/stale`).
 
-A swept group is rejected and not dispatched a second time, for three reasons. A prompt whose
-answers are long once is likely to have long answers again, so that a second attempt could be swept
-as well, and so on for ever; a rejected group ends. Prompt and seeds stay functions of the ordinal
-alone. And the ledger stays exact without attempts: each ordinal is trained once or rejected once,
-with the reason. The price: what is trained on contains fewer long answers than the policy gives.
-The metric `groups/stale` counts the swept groups of a step.
-
-At most `max_open` groups are started and neither trained nor rejected. With the default,
-(1 + staleness) * per_step, only groups that take longer than `staleness` steps are swept; a larger
-number keeps the engines fuller and sweeps more. A number from `per_step` on cannot deadlock: with
-nothing in flight and nothing to train, the open batch has fewer than `per_step` accepted groups,
-so that another one may start.
+With the default `max_open`, (1 + staleness) * per_step, only groups that take longer than
+`staleness` steps are swept; more keeps engines fuller. From `per_step` on it cannot deadlock: with
+nothing in flight or to train, the open batch has room.
 """
 
 from __future__ import annotations
@@ -31,34 +21,24 @@ from megarl.types import Cursor
 
 @dataclass
 class Windowed:
-    """The dispatch policy `windowed` and its state: steps use groups (all rollouts of a prompt) as
-    they finish, and groups that would be too old are given up. Make it by `restore`. Then, as the
-    run goes on: `start()` returns the position in the training order of the next group to generate,
-    if `may_start()`; `finish(position, accepted)` notes that a group is done; `close()` returns the
-    next complete `Batch` or None; `release(version)` notes that the steps before `version` are
-    trained.
-    """
-
     limits: Limits
     step: int = 0
-    """Earliest step whose batch is not complete, from 0: that of the open batch."""
+    """Step of the open batch."""
     version: int = 0
-    """Version of the trainer's weights."""
     next: int = 0
-    """Ordinal (position in the training order) of the next group to start, unless `used` contains
-    it."""
+    """Ordinal of the next group to start, unless `used` contains it."""
     first: int = 0
     """Ordinal of the first group that no closed batch has used."""
     used: set[int] = field(default_factory=set)
     """Ordinals above `first` that closed batches have used."""
     flying: dict[int, int] = field(default_factory=dict)
-    """{ordinal: weight version at its start} of the groups that are being generated."""
+    """{ordinal: version at its start} of the groups in flight."""
     finished: dict[int, bool] = field(default_factory=dict)
-    """{ordinal: accepted by dynamic sampling} of the finished groups of the open batch."""
+    """{ordinal: accepted} of the open batch."""
     adopted: set[int] = field(default_factory=set)
-    """Ordinals of the groups that were finished before the run was resumed."""
+    """Ordinals from the checkpoint."""
     untrained: dict[int, int] = field(default_factory=dict)
-    """{step: accepted groups} of the closed batches that are not trained yet."""
+    """{step: accepted groups} of closed batches that are not trained yet."""
     takes_gaps: ClassVar[bool] = True
 
     @classmethod
@@ -68,9 +48,7 @@ class Windowed:
 
     @property
     def num_open(self) -> int:
-        """Number of groups (all rollouts of a prompt) that are started and neither trained nor
-        rejected.
-        """
+        """Groups started and neither trained nor rejected."""
         accepted = sum(self.finished.values())
         return len(self.flying) + accepted + sum(self.untrained.values())
 
@@ -132,8 +110,8 @@ class Windowed:
         return Cursor(self.first, tuple(sorted(self.used)))
 
     def _usable(self) -> int:
-        """Groups in flight that the steps left will use, however many of them are rejected."""
+        """Groups in flight that the steps left will use, however many are rejected."""
         limits = self.limits
-        wanted = limits.per_step - sum(self.finished.values())
+        needed = limits.per_step - sum(self.finished.values())
         draws = limits.max_draws - len(self.finished)
-        return min(wanted, draws) + (limits.last_step - self.step) * limits.per_step
+        return min(needed, draws) + (limits.last_step - self.step) * limits.per_step

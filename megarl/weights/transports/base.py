@@ -1,12 +1,7 @@
 """The contract of a transport, a way to bring weights from trainer ranks to engine ranks.
 
-A bucket is one block of memory on each engine rank, into which trainer ranks copy regions of
-tensors (`megarl.parallel.reshard.buckets`). A transport is one file with a `Sender` (trainer ranks)
-and a `Receiver` (engine ranks). To add one, list both classes in
-`megarl.weights.transports.transport_table` and the name in `WeightSyncConfig.transport`. Plans,
-digests and the engine's own parameters are not a transport's concern.
-
-One weight version, in calls:
+To add one, write a file with a `Sender` and a `Receiver`, and list it in `transport_table` and its
+name in `WeightSyncConfig.transport`. One weight version:
 
     every trainer rank                              every engine rank
     sender.begin(attempt)                           for bucket, block in receiver.receive(...):
@@ -30,103 +25,74 @@ from megarl.parallel.reshard.plan import Copy
 from megarl.weights.route import Route
 
 Watch = Callable[[], None]
-"""A function that a waiting transport calls repeatedly. It raises to end the wait: deadline passed,
-engine lost, or another rank failed."""
+"""A waiting transport calls it repeatedly; it raises to end the wait."""
 
 
 GIVEN_UP = "another process gave this version up"
-"""Error message of a rank that stops because another rank abandoned the weight version."""
 
 
 class Sender(Protocol):
-    """Interface of a trainer rank's half of a transport, the way in which weights get to engines.
-    Weights are sent in buckets, blocks of memory on each engine rank. The constructor takes (this
-    rank's `Route`, which says what it sends; the process group of all trainer ranks, an `Axis`).
-    `watch` is a function that a method calls repeatedly while it waits, and that raises to end the
-    wait. Methods that wait raise `Aborted` if another process gave the version up.
+    """A trainer rank's half. The constructor takes its `Route` and the `Axis` of all trainer
+    ranks.
     """
 
     LOCAL: bool = False
-    """True if engine rank n (counted over all engines) is in the memory of trainer rank n. Else
-    all engines receive the same."""
+    """As `RouteSpec.local`."""
 
     SENDS_TO_EACH: bool = False
     """Whether trainer ranks send a version once for each engine."""
 
     def init_info(self) -> dict[str, Any]:
-        """What an engine's `Receiver` needs to connect, as JSON-like data; rank 0 calls it and
-        sends it to every engine.
-        """
+        """What a `Receiver` needs to connect, as JSON-like data; rank 0 calls it."""
         ...
 
     def begin(self, attempt: int, *, anew: bool = False) -> None:
-        """Prepare to send a weight version. `attempt`: number of this try, higher than those
-        before. `anew`, on rank 0: engines will connect anew, as at first and after an abort.
-
-        Rank 0 calls it first, when no rank is busy with an earlier attempt; the others call it
-        after it has returned there.
+        """Prepare to send a version. Rank 0 calls it first, when no rank is busy with an earlier
+        attempt. `anew`, on rank 0: engines will connect anew.
         """
         ...
 
     def reserve(self, bucket: Bucket, watch: Watch) -> list[tuple[Copy, torch.Tensor]]:
-        """The memory to which this rank must write its part of a bucket; waits until that memory is
-        free.
-
-        Returns a list of (copy: whose `taken` says which rectangle of which tensor to read, in
-        elements; target: tensor [rows, columns] to write it to).
+        """Wait until a bucket's memory is free. Returns (copy, tensor [rows, columns] to write its
+        `taken` to) for this rank's part. Waits raise `Aborted` if another process gave up.
         """
         ...
 
     def commit(self, bucket: Bucket, watch: Watch) -> None:
-        """Send a bucket, after the memory that `reserve` returned for it has been written. The call
-        for the last bucket waits until the version is delivered.
+        """Send a bucket that has been written. The last one waits until the version is
+        delivered.
         """
         ...
 
     def abort(self) -> None:
-        """Give this version up: every sender and receiver that waits for it raises `Aborted`."""
+        """Give this version up: whoever waits for it raises `Aborted`."""
         ...
 
     def progress(self, engine: int) -> int:
-        """Number of buckets of this version that all ranks of the engine at position `engine` are
-        known to have received; -1 if one is known not to have begun."""
-        ...
-
-    def close(self) -> None:
-        """Release what this rank has opened: memory, files, connections; called at the end."""
-        ...
-
-
-class Receiver(Protocol):
-    """Interface of an engine rank's half of a transport, the way in which weights get to engines.
-    The constructor takes (this rank's `Route`, which says what it receives; position of the engine
-    among those that receive; tensor-parallel rank; what the sender's `init_info` returned).
-    """
-
-    def receive(self, watch: Watch) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """Iterate over the buckets of a version, in order: (bucket, its memory block, uint8
-        [bucket.num_bytes]), as each arrives. `watch` is called while waiting and raises to end
-        that.
-
-        A block is valid until the next bucket is requested. Raises `Aborted` if another process
-        gave the version up, or what `watch` raises.
+        """Buckets that all ranks of an engine have received, by its position; -1 if one has not
+        begun.
         """
         ...
 
-    def close(self) -> None:
-        """Release what this rank has opened: memory, files, connections; called at the end."""
+    def close(self) -> None: ...
+
+
+class Receiver(Protocol):
+    """An engine rank's half, made of (`Route`, the engine's position, tensor-parallel rank,
+    `init_info`).
+    """
+
+    def receive(self, watch: Watch) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        """Yields (bucket, its uint8 block [bucket.num_bytes], valid until the next one), in order.
+        Raises `Aborted` if another process gave up.
+        """
         ...
+
+    def close(self) -> None: ...
 
 
 class Aborted(RuntimeError):
-    """Raised on a rank that waits, because another process gave this weight version up; that other
-    process reports the reason.
-    """
-
-
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 2e-5, 2e-4
-"""Seconds between two polls of a condition: the first pause, which grows by half, and the
-longest."""
+    """Another process gave this version up, and reports the reason."""
 
 
 def wait_until(
@@ -134,12 +100,12 @@ def wait_until(
     aborted: Callable[[], bool],
     watch: Watch,
     *,
-    longest_pause_s: float = LONGEST_PAUSE_S,
+    longest_pause_s: float = 2e-4,
 ) -> None:
-    """Poll until `ready()` is true, with growing pauses of at most `longest_pause_s` seconds; calls
-    `watch` before each pause. Raises `Aborted` once `aborted()` is true, or what `watch` raises.
+    """Poll until `ready()`, with pauses that grow by half. Raises `Aborted` once `aborted()` is
+    true, or what `watch` raises.
     """
-    pause = FIRST_PAUSE_S
+    pause = 2e-5
     while not ready():
         if aborted():
             raise Aborted(GIVEN_UP)
@@ -149,78 +115,63 @@ def wait_until(
 
 
 Message = list[Copy]
-"""The tensor regions that one rank sends another in one flat buffer, in the order in which they lie
-there."""
+"""The tensor regions that one rank sends another in one flat buffer, in order."""
 
 
 def outgoing(route: Route) -> list[dict[int, Message]]:
-    """What a trainer rank sends: for each bucket, {engine rank: message to it}, ascending. `route`:
-    the trainer rank's. A message is the list of regions that one rank sends another, each a `Copy`:
-    the places of a rectangle of a tensor at the sending and at the receiving rank.
-    """
+    """For each bucket, {engine rank: message to it}, ascending; `route` is a trainer rank's."""
     return [_by(copies, lambda copy: copy.destination) for copies in route.copies]
 
 
 def incoming(route: Route) -> list[dict[int, Message]]:
-    """What an engine rank receives: for each bucket, {trainer rank: message from it}, ascending.
-    `route`: the engine rank's. A message is the list of regions that one rank sends another, each a
-    `Copy`: the places of a rectangle of a tensor at the sending and at the receiving rank.
-    """
+    """For each bucket, {trainer rank: message from it}, ascending; `route` is an engine rank's."""
     return [_by(copies, lambda copy: copy.source) for copies in route.copies]
 
 
 def _by(copies: Sequence[Copy], peer: Callable[[Copy], int]) -> dict[int, Message]:
-    """{rank of the peer: message} for the copies of one bucket, sorted."""
-    return {rank: list(found) for rank, found in groupby(sorted(copies, key=peer), peer)}
+    return {rank: list(group) for rank, group in groupby(sorted(copies, key=peer), peer)}
 
 
 def length(message: Message) -> int:
-    """Number of elements of all tensor regions that a message has."""
+    """Number of elements."""
     return sum(copy.area for copy in message)
 
 
 def longest(buckets: Sequence[dict[int, Message]]) -> int:
-    """Elements that a send or receive buffer needs: the largest sum over the messages of one
-    bucket. `buckets`: for each bucket, {rank of the peer: message, a list of tensor regions}.
-    """
-    return max((sum(map(length, found.values())) for found in buckets), default=0)
+    """Elements that a buffer needs for the messages of any bucket."""
+    return max((sum(map(length, by_peer.values())) for by_peer in buckets), default=0)
 
 
 def parts(message: Message, flat: torch.Tensor) -> list[tuple[Copy, torch.Tensor]]:
-    """Cut the flat buffer of a message into its regions: (region, view [rows, columns] of its
-    elements in `flat`) for each, in order.
-    """
-    pieces, boxes = flat.split([copy.area for copy in message]), [one.taken.box for one in message]
+    """(region, view [rows, columns] of `flat`) for each region of a message."""
+    pieces, boxes = (
+        flat.split([copy.area for copy in message]),
+        [copy.taken.box for copy in message],
+    )
     shaped = [piece.view(box.rows, box.columns) for piece, box in zip(pieces, boxes, strict=True)]
     return list(zip(message, shaped, strict=True))
 
 
 def flats(messages: Mapping[int, Message], memory: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Divide a flat buffer among the messages of one bucket: {rank of the peer: view of its part}.
-    `messages`: {rank of the peer: list of tensor regions}, which lie one after the other in
-    `memory`, whose rest is unused.
-    """
-    found, start = {}, 0
+    """{peer: view of its part of `memory`}, one after the other."""
+    views, start = {}, 0
     for peer, message in messages.items():
-        found[peer] = memory[start : start + length(message)]
+        views[peer] = memory[start : start + length(message)]
         start += length(message)
-    return found
+    return views
 
 
 def reserved(
     messages: Mapping[int, Message], memory: torch.Tensor
 ) -> list[tuple[Copy, torch.Tensor]]:
-    """What `Sender.reserve` returns where a bucket's messages are sent from the flat buffer
-    `memory`: (region of a tensor to read, view [rows, columns] of `memory` to write it to) for each
-    region. `messages`: {rank of the peer: list of regions}.
-    """
-    found = flats(messages, memory)
-    return [pair for peer, message in messages.items() for pair in parts(message, found[peer])]
+    """What `Sender.reserve` returns where `messages` are sent from the flat buffer `memory`."""
+    views = flats(messages, memory)
+    return [pair for peer, message in messages.items() for pair in parts(message, views[peer])]
 
 
 def unpack(message: Message, flat: torch.Tensor, buffers: dict[str, torch.Tensor]) -> None:
-    """Copy the tensor regions of a received message to their places in a bucket. `flat`: the
-    message's elements. `buffers`: {engine parameter: flat tensor}, the bucket's, which is changed.
+    """Copy a received message, `flat`, into a bucket's `buffers`, {engine parameter: flat
+    tensor}.
     """
-    for copy, part in parts(message, flat):
-        copy.put.view(buffers[copy.put.buffer]).copy_(part)
+    for copy, region in parts(message, flat):
+        copy.put.view(buffers[copy.put.buffer]).copy_(region)

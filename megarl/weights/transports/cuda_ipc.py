@@ -1,10 +1,8 @@
-"""Transport `cuda_ipc`: trainer ranks and engines share the GPUs of one host. No test of it
-has passed on a GPU yet.
+"""Transport `cuda_ipc`: trainer ranks and engines share the GPUs of one host. No test of it has
+passed on a GPU yet.
 
-As `shared_memory`, but each engine rank receives in memory of its own, on the GPU that it shares
-with the trainer rank of the same number. What that trainer rank owns stays on its GPU; other ranks
-open the memory through CUDA IPC handles and write over NVLink or PCIe. Counters stay in host
-memory; one is raised only after the GPU has finished the work that it counts.
+As `shared_memory`, but each engine rank receives on the GPU that it shares with the trainer rank of
+its number. Other ranks open that memory through CUDA IPC handles. Counters stay in host memory.
 """
 
 from __future__ import annotations
@@ -24,11 +22,11 @@ from megarl.weights.transports.base import Watch
 # Positions in the arguments that `reduce_tensor` makes for `rebuild_cuda_tensor`; the other
 # arguments are known for a tensor of bytes.
 HANDLE = slice(7, 10)
-"""Indices, in the arguments of torch's `rebuild_cuda_tensor`, of (CUDA IPC handle of the storage,
-size of the storage in bytes, offset of the tensor in bytes)."""
+"""Indices, in the arguments of `rebuild_cuda_tensor`, of (IPC handle, storage size, tensor offset),
+in bytes.
+"""
 EVENTS = slice(11, 15)
-"""Indices, in the arguments of torch's `rebuild_cuda_tensor`, of (handle of the reference counter,
-offset of the reference counter, event handle, whether to wait for the event)."""
+"""As `HANDLE`: (reference counter's handle and offset, event handle, whether to wait for it)."""
 
 
 def _require_gpu() -> None:
@@ -40,7 +38,7 @@ def _require_gpu() -> None:
 
 
 def _uuid(device: int) -> str:
-    """A GPU's UUID; its index depends on which GPUs a process sees."""
+    """Unlike its index, it does not depend on the GPUs that a process sees."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
@@ -60,10 +58,7 @@ def _export_handle(memory: torch.Tensor) -> dict[str, Any]:
 
 
 def _open_handle(exported: dict[str, Any]) -> torch.Tensor:
-    """The uint8 tensor of another process, from the result of `_export_handle`.
-
-    Raises `ValueError` where this process does not see the tensor's GPU.
-    """
+    """Inverse of `_export_handle`. Raises `ValueError` if this process does not see the GPU."""
     gpus = {_uuid(device): device for device in range(torch.cuda.device_count())}
     if exported["gpu"] not in gpus:
         raise ValueError(
@@ -71,7 +66,9 @@ def _open_handle(exported: dict[str, Any]) -> torch.Tensor:
             f" which sees only {sorted(gpus)}; set weight_sync.transport to point_to_point, or let"
             " every process see all GPUs of the host"
         )
-    handles = [bytes.fromhex(one) if isinstance(one, str) else one for one in exported["handles"]]
+    handles = [
+        bytes.fromhex(value) if isinstance(value, str) else value for value in exported["handles"]
+    ]
     shape = torch.Tensor, (exported["size"],), (1,), exported["start"]
     memory = torch.UntypedStorage, torch.uint8, gpus[exported["gpu"]]
     storage, its_size, its_offset, *events = handles
@@ -79,39 +76,28 @@ def _open_handle(exported: dict[str, Any]) -> torch.Tensor:
 
 
 def _synchronize(*memories: torch.Tensor) -> None:
-    """Wait for all work on the current GPU and on those of `memories`."""
     for device in {torch.cuda.current_device(), *(memory.get_device() for memory in memories)}:
         torch.cuda.synchronize(device)
 
 
 class Sender(shared_memory.Sender):
-    """Trainer rank's half of the transport `cuda_ipc`: writes weights, by CUDA IPC, into memory
-    that engine ranks read on the same GPUs.
-
-    Of n trainer ranks, rank r allocates the memory of the engine ranks r, r + n, ..., counted over
-    all engines.
+    """Of n trainer ranks, rank r allocates the memory of engine ranks r, r + n, ... over all
+    engines.
     """
 
     LOCAL = True
 
     def __init__(self, route: Route, axis: Axis) -> None:
-        """Allocate the engine ranks' memory on GPUs and share it. Collective over `axis`, the
-        world. Raises `ValueError` without a GPU.
-        """
+        """Collective. Raises `ValueError` without a GPU."""
         _require_gpu()
         super().__init__(route, axis)
 
     def init_info(self) -> dict[str, Any]:
-        """What the engine ranks need to connect to this sender, as a dict. Beside the entries of
-        the base class (path of the shared counters, number of trainer ranks) it has "memories": the
-        CUDA IPC handles by which each engine rank opens its memory.
-        """
+        """As the base class, and "memories": each engine rank's IPC handles."""
         return super().init_info() | {"memories": self._exported}
 
     def commit(self, bucket: Bucket, watch: Watch) -> None:
-        """Note that this rank has written its part of `bucket`, after a wait until the GPUs have
-        finished its copies. An engine rank reads a bucket once all trainer ranks have noted it.
-        """
+        """As the base class, after the GPUs have finished the copies."""
         _synchronize(*self._memories.values())
         super().commit(bucket, watch)
 
@@ -135,15 +121,10 @@ class Sender(shared_memory.Sender):
 
 
 class Receiver(shared_memory.Receiver):
-    """Engine rank's half of the transport `cuda_ipc`: receives weights in memory on its own GPU,
-    into which trainer ranks write.
-    """
+    """Receives in memory on its own GPU, into which trainer ranks write."""
 
     def __init__(self, route: Route, engine: int, rank: int, init_info: dict[str, Any]) -> None:
-        """Open this engine rank's memory.
-
-        Raises `ValueError` without a GPU, or where this process does not see the memory's GPU.
-        """
+        """Raises `ValueError` without a GPU, or where this process does not see the memory's."""
         _require_gpu()
         super().__init__(route, engine, rank, init_info)
 

@@ -1,13 +1,13 @@
-"""Where trainer ranks and engine ranks of the transport `point_to_point` meet: torch's key-value
-store, the attempts to send a weight version, and process groups in which every wait can be ended.
+"""Where the ranks of `point_to_point` meet: torch's key-value store, and process groups in which
+every wait can be ended.
 
-Trainer rank 0 serves the store (TCPStore). Each `Sender.begin` is an attempt with a number; whoever
-gives it up writes so to the store, and every wait of the attempt ends.
+Each `Sender.begin` is an attempt; whoever gives it up writes so to the store of trainer rank 0, and
+every wait of the attempt ends.
 
 Three facts about gloo (torch 2.13) shape the groups. A message counts as completed only once it was
 waited for. A wait that times out cancels every message of its group for good. A peer that dies ends
-every message to and from it at once. So a thread waits without a limit for each transfer, and to
-cancel one this process makes a short wait time out.
+every message to and from it. So a thread waits without a limit, and to cancel, a short wait times
+out.
 """
 
 from __future__ import annotations
@@ -31,27 +31,25 @@ from megarl.system.files import in_thread
 from megarl.weights.transports.base import GIVEN_UP, Aborted, Watch, wait_until
 
 CONNECT_TIMEOUT_S = 20.0
-"""Seconds to connect to the store, in which it answers, and to connect to the ranks of a group."""
+"""To connect to the store or to a group's ranks, and for the store's answers."""
 
-ABORT_POLL_S, FEW = 0.05, 64
-"""Seconds between two checks whether the version was given up, where at most `FEW` processes ask
-the store. More ask proportionally less often, so that the store's load does not grow."""
+FEW = 64
+"""Of more processes each asks the store less often whether the version was given up."""
 
 
 def short(error: BaseException) -> str:
-    """The text of a torch error, one line, without its source position and general advice."""
+    """A torch error in one line, without source position and advice."""
     return str(error).split("] ", 1)[-1].split(". This is ")[0].splitlines()[0]
 
 
 class Rendezvous:
-    """This process's connection to the key-value store of trainer rank 0, and the present attempt
-    to send a weight version, which any rank can abort there. Methods raise `RuntimeError` where the
-    store is gone.
+    """A connection to trainer rank 0's store, and the present attempt. Methods raise `RuntimeError`
+    where the store is gone.
     """
 
     def __init__(self, host: str, port: int, members: int) -> None:
-        """Connect to the store at `host` (an IP address) and `port`; with port 0 serve one there,
-        at a port that the system chooses. `members`: number of the processes that use it.
+        """Connect to the store at IP address `host`; with port 0 serve one there. `members`: number
+        of processes that use it.
         """
         listener = -1
         if not port:
@@ -74,8 +72,7 @@ class Rendezvous:
                 " port"
             ) from error
         self.host, self.port = host, port
-        self.poll_s = ABORT_POLL_S * max(1.0, members / FEW)
-        """Seconds between two questions of this process to the store."""
+        self.poll_s = 0.05 * max(1.0, members / FEW)
         self.report_s = self.poll_s if members > FEW else 0.0
         """Seconds between two reports of progress."""
         self.attempt, self.group = 0, 0
@@ -83,7 +80,6 @@ class Rendezvous:
         self._next_poll = 0.0
 
     def begin(self, attempt: int, group: int) -> None:
-        """Tell all ranks the numbers of the attempt that begins and of its process group."""
         self.store.set("attempt", f"{attempt} {group}")
         self.follow()
 
@@ -96,16 +92,14 @@ class Rendezvous:
         self.store.set(f"received/{name}", f"{self.attempt} {count}")
 
     def reported(self, name: str) -> int:
-        """The count that the rank called `name` has reported in this attempt, -1 before it has."""
+        """The count reported by `name` in this attempt, or -1."""
         if not self.store.check([f"received/{name}"]):
             return -1
         attempt, count = map(int, self.store.get(f"received/{name}").split())
         return count if attempt == self.attempt else -1
 
     def until(self, ready: Callable[[], bool], watch: Watch, pause_s: float = 2e-3) -> None:
-        """Poll until `ready()` is true, with pauses of at most `pause_s` seconds; calls `watch`
-        each time. Raises `Aborted` if a rank has aborted this attempt, or what `watch` raises.
-        """
+        """Poll until `ready()`. Raises `Aborted`, or what `watch` raises."""
 
         def aborted() -> bool:
             now = time.monotonic()
@@ -117,27 +111,22 @@ class Rendezvous:
         wait_until(ready, aborted, watch, longest_pause_s=pause_s)
 
     def abort(self) -> None:
-        """Abort this attempt: every rank that waits in it raises `Aborted`. Does nothing where the
-        store is gone.
-        """
+        """End every wait of this attempt; nothing happens if the store is gone."""
         with contextlib.suppress(RuntimeError):  # ranks notice by themselves that rank 0 is gone
             self.store.set(f"aborted/{self.attempt}", "")
 
     def is_aborted(self) -> bool:
-        """Whether a rank has aborted this attempt."""
         return self.store.check([f"aborted/{self.attempt}"])
 
 
 WATCHDOG_OFF = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""Environment variables, read by the constructor of an NCCL process group, that switch its watchdog
-off. They must not hold for the trainer's own groups, whose watchdog ends a rank that waits for a
-dead one."""
+"""The constructor of an NCCL group reads them. They must not hold for the trainer's own groups,
+whose watchdog ends a rank that waits for a dead one.
+"""
 
 
 def _nccl_group(store: Store, rank: int, size: int, device: torch.device) -> Any:
-    """Make the group of `size` ranks and its communicator; blocks until all ranks take part. Call
-    it in a thread that nobody waits for without a deadline.
-    """
+    """Make a group and its communicator, in a thread; blocks until all ranks take part."""
     torch.cuda.set_device(device)  # the current device is per thread
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=NO_TIMEOUT_S)
@@ -154,39 +143,34 @@ def _nccl_group(store: Store, rank: int, size: int, device: torch.device) -> Any
     return group
 
 
-NO_TIMEOUT_S, CANCEL_TIMEOUT_S, ABORT_TIMEOUT_S = 86400.0, 0.2, 10.0
-"""Time-outs in seconds: for a message, which `watch` limits instead; for a cancelled thread; for
-NCCL's end of a communicator, which itself would wait as long as for a message."""
+NO_TIMEOUT_S, ABORT_TIMEOUT_S = 86400.0, 10.0
+"""Of a message, which `watch` limits instead; of NCCL's end of a communicator."""
 
 
 class PeerGone(RuntimeError):
-    """Raised where the connection to another rank has ended, though nobody aborted the attempt."""
+    """The connection to another rank has ended, though nobody aborted the attempt."""
 
     def __init__(self, peer: int, message: str) -> None:
         super().__init__(message)
         self.peer = peer
-        """Number of the other rank in the group."""
 
 
 class InFlight:
-    """Messages that one rank of a process group sends or receives, and a thread that waits for
-    them. Poll the future `ended`, and call `check` once it is done, or give the messages up by
-    `cancel`. Keeps their buffers alive.
+    """Messages of one rank, and a thread that waits for them: poll `ended`, then `check`, or
+    `cancel`.
     """
 
     def __init__(
         self, works: Mapping[int, dist.Work], memory: torch.Tensor, names: Sequence[str]
     ) -> None:
-        """`works`: {rank in the group: torch's work for the message}. `memory`: the tensor of which
-        the messages' buffers are parts. `names`: of the group's ranks, for error messages.
-        """
+        """`works`: {rank in the group: torch's work}. `memory`: has the messages' buffers."""
         self._works, self._memory, self._names, self._on_gpu = works, memory, names, memory.is_cuda
         self._is_cancelled = False
         self.ended = in_thread("weights: messages", self._wait)
-        """Future of the thread that waits for the messages; done when all have ended."""
+        """Future, done when all messages have ended."""
 
     def _wait(self) -> None:
-        """Wait for all messages; raises `PeerGone`."""
+        """Raises `PeerGone`."""
         for peer, work in self._works.items():
             try:
                 while self._on_gpu and not self._is_cancelled and not work.is_completed():
@@ -199,16 +183,16 @@ class InFlight:
                 raise PeerGone(peer, f"{self._names[peer]} is gone: {short(error)}") from error
 
     def check(self) -> None:
-        """Raise `PeerGone` if a message has failed. Blocks until `ended` is done. On a GPU, work
-        that is submitted to the current stream afterwards runs after the messages.
+        """Raise `PeerGone` if a message failed; blocks until `ended`. On a GPU, later work of the
+        current stream runs after the messages.
         """
         self.ended.result()
         for work in self._works.values() if self._on_gpu else ():
             work.wait()
 
     def cancel(self) -> None:
-        """Cancel these messages; returns after at most about 0.2 seconds. Under gloo this
-        permanently ends every message of the group.
+        """Takes at most about 0.2 seconds. Under gloo it ends every message of the group for
+        good.
         """
         self._is_cancelled = True
         # Of every message: timing out on one that has completed cancels no other.
@@ -216,31 +200,23 @@ class InFlight:
             with contextlib.suppress(RuntimeError):  # the time-out, which is intended
                 if not self._on_gpu and not self.ended.done():
                     work.wait(timedelta(milliseconds=1))
-        wait([self.ended], CANCEL_TIMEOUT_S)
+        wait([self.ended], timeout=0.2)
 
 
 class P2PGroup:
-    """This process's membership in a process group of trainer and engine ranks (gloo or NCCL) that
-    send each other weights. Each wait ends when the attempt to send a version is aborted. The group
-    can be left and joined anew.
-    """
+    """Membership in a gloo or NCCL group, which can be left and joined anew."""
 
     def __init__(
         self, meeting: Rendezvous, rank: int, names: Sequence[str], device: torch.device
     ) -> None:
-        """Nothing is connected before `join`. `rank`: this process's in the group. `names`: of all
-        ranks, for error messages. `device`: the CPU for gloo, a GPU for NCCL.
-        """
+        """`device`: CPU for gloo, a GPU for NCCL."""
         self._meeting, self._rank, self._names, self._device = meeting, rank, names, device
         self._number, self._group = 0, None
         self._in_flight: dict[int, InFlight] = {}
-        """{tag: transfer that was started and not waited for}."""
+        """{tag: transfer that nobody has waited for}."""
 
     def join(self, watch: Watch) -> None:
-        """Join the process group of the present attempt, unless this process is in it already;
-        blocks until all its ranks have called this. `watch`: called while waiting, raises to end
-        that. Raises `Aborted` if the attempt is aborted.
-        """
+        """Join the present attempt's group. Collective over the group. Raises `Aborted`."""
         meeting = self._meeting
         if meeting.group == self._number:
             return
@@ -258,26 +234,19 @@ class P2PGroup:
         self._group, self._number = creating.result(), meeting.group
 
     def send(self, messages: Mapping[int, torch.Tensor], memory: torch.Tensor, tag: int) -> None:
-        """Start to send `messages`, {rank in the group: flat tensor}, and return at once. The
-        tensors are parts of `memory`, and must not change until `wait(tag)` has returned. `tag`:
-        number of the transfer, the same at the receiving ranks. Raises `PeerGone` if a connection
-        has ended, or `Aborted`.
+        """Start to send {rank: flat tensor}, parts of `memory`, not to be changed until
+        `wait(tag)`. Raises `PeerGone` or `Aborted`.
         """
         assert self._group is not None
         self._start(self._group.send, messages, memory, tag)
 
     def receive(self, messages: Mapping[int, torch.Tensor], memory: torch.Tensor, tag: int) -> None:
-        """Start to receive into `messages`, and return at once; the counterpart of `send`. The
-        tensors are filled once `wait(tag)` has returned.
-        """
+        """Start to receive; the tensors are filled once `wait(tag)` has returned."""
         assert self._group is not None
         self._start(self._group.recv, messages, memory, tag)
 
     def wait(self, tag: int, watch: Watch) -> None:
-        """Wait until the messages that were started with this tag have been transferred; returns at
-        once if there are none. `watch`: called while waiting, raises to end that. Raises `PeerGone`
-        if the connection to a rank has ended, and `Aborted` if the attempt was aborted.
-        """
+        """Wait for the messages with this tag, if there are any. Raises `PeerGone` or `Aborted`."""
         if tag not in self._in_flight:
             return
         self._meeting.until(self._in_flight[tag].ended.done, watch)
@@ -288,9 +257,6 @@ class P2PGroup:
         del self._in_flight[tag]
 
     def leave(self) -> None:
-        """Leave the group; messages in flight are cancelled, here and at the other ranks. Does
-        nothing if there is no group.
-        """
         transfers, self._in_flight = self._in_flight, {}
         if self._group is not None and self._device.type == "cuda":
             wait([in_thread("weights: group", self._group.abort)], ABORT_TIMEOUT_S)
@@ -301,7 +267,6 @@ class P2PGroup:
     def _start(
         self, operation: Any, messages: Mapping[int, torch.Tensor], memory: torch.Tensor, tag: int
     ) -> None:
-        """Start one operation for each {rank in the group: flat tensor}."""
         works: dict[int, dist.Work] = {}
         try:
             for peer, flat in messages.items():
@@ -314,14 +279,12 @@ class P2PGroup:
             self._in_flight[tag] = InFlight(works, memory, self._names)
 
     def _explained(self, error: PeerGone) -> RuntimeError:
-        """`error`, or `Aborted` if the attempt was aborted, which cancels all messages."""
         return Aborted(GIVEN_UP) if self._meeting.is_aborted() else error
 
 
 def _group(store: Store, rank: int, size: int, host: str, device: torch.device) -> Any:
-    """Make a process group of `size` ranks, by NCCL where `device` is a GPU and else by gloo; waits
-    until all of them have called this. `store`: where they find each other. `host`: address of the
-    store's host, by which gloo chooses its network interface.
+    """NCCL where `device` is a GPU, else gloo. Collective over the group. `host`: by the way to it
+    gloo chooses its network interface.
     """
     if device.type == "cuda":
         return _nccl_group(store, rank, size, device)
@@ -336,28 +299,26 @@ def _group(store: Store, rank: int, size: int, host: str, device: torch.device) 
 
 
 def group_device() -> torch.device:
-    """The device for messages between ranks: the current GPU, or the CPU where there is none."""
+    """The current GPU, or the CPU where there is none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def own_address() -> str:
-    """This host's IP address as other hosts reach it: of the network interface toward MASTER_ADDR
-    or, where that is a loopback, of the one with the default route.
-    """
+    """This host's IP address toward MASTER_ADDR or, if that is a loopback, on the default route."""
     address = address_toward(os.environ.get("MASTER_ADDR", "localhost"))
     # A reserved address (RFC 5737), to which nothing is sent.
     return address_toward("192.0.2.1") if ipaddress.ip_address(address).is_loopback else address
 
 
 def address_toward(host: str) -> str:
-    """IP address of the network interface through which this host reaches `host`, a name or
-    address; 127.0.0.1 if there is no network. Nothing is sent.
-    """
+    """IP address from which this host reaches `host`; 127.0.0.1 without a network."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
+        family, socket_type, protocol, _, address = socket.getaddrinfo(
+            host, 9, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, socket_type, protocol) as probe:
             probe.connect(address)
             return probe.getsockname()[0]
     except OSError:
@@ -365,8 +326,6 @@ def address_toward(host: str) -> str:
 
 
 def network_place() -> str:
-    """A text that is the same for all processes of one host and network namespace, which can reach
-    each other at 127.0.0.1, and different for all others.
-    """
+    """Equal for processes of one host and network namespace, which share 127.0.0.1."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"

@@ -1,11 +1,9 @@
 """Transport `point_to_point`: messages between hosts, by NCCL where trainer and engines have GPUs
-of their own, else by gloo.
+of their own, else by gloo. NCCL has not been run yet.
 
     trainer ranks --one message for each (bucket, engine rank)--> engine ranks
 
-Trainer ranks and all engine ranks form one process group
-(`megarl.weights.transports.p2p_group`). At most two buckets are in flight at a trainer rank:
-gloo transfers a message only once it is asked for, so nothing piles up. NCCL has not been run yet.
+At most two buckets are in flight: gloo transfers a message only once it is asked for.
 """
 
 from __future__ import annotations
@@ -34,11 +32,11 @@ from megarl.weights.transports.p2p_group import (
 )
 
 SLOTS = 2
-"""Number of weight buckets that are in flight at the same time."""
+"""Buckets in flight."""
 
 
 def _names(spec: RouteSpec) -> list[str]:
-    """What each rank of the group is called: trainer ranks first, then those of each engine."""
+    """Trainer ranks first, then those of each engine."""
     names = [f"trainer rank {rank}" for rank in range(spec.layout.size)]
     for engine in range(spec.engines):
         names += [f"rank {rank} of engine {engine}" for rank in range(spec.engine_tensor)]
@@ -46,14 +44,12 @@ def _names(spec: RouteSpec) -> list[str]:
 
 
 class Sender(base.Sender):
-    """Trainer rank's half of the transport `point_to_point`: sends its part of the weights to the
-    ranks of every engine. Rank 0 serves the key-value store through which the ranks connect.
-    """
+    """Rank 0 serves the key-value store through which the ranks connect."""
 
     SENDS_TO_EACH = True
 
     def __init__(self, route: Route, axis: Axis) -> None:
-        """Connect to the key-value store. Collective over `axis`, the trainer's ranks."""
+        """Collective over `axis`."""
         self._route, self._axis, spec = route, axis, route.spec
         device = torch.device("cpu") if spec.shares_gpus else group_device()
         names, address = _names(spec), ("", 0)
@@ -73,14 +69,12 @@ class Sender(base.Sender):
         self._num_groups = 0
 
     def init_info(self) -> dict[str, Any]:
-        """What receivers need to connect: "host" and "port" of the key-value store, and the
-        messages' "device", "cpu" or "cuda".
-        """
+        """ "host" and "port" of the store, and the messages' "device"."""
         meeting, device = self._meeting, self._memory.device.type
         return {"host": meeting.host, "port": meeting.port, "device": device}
 
     def begin(self, attempt: int, *, anew: bool = False) -> None:
-        """See `base.Sender.begin`. With `anew` on rank 0 all ranks make a new process group."""
+        """With `anew` on rank 0 all ranks make a new process group."""
         if self._axis.rank > 0:
             self._meeting.follow()
         else:
@@ -88,9 +82,8 @@ class Sender(base.Sender):
             self._meeting.begin(attempt, self._num_groups)
 
     def reserve(self, bucket: Bucket, watch: base.Watch) -> list[tuple[Copy, torch.Tensor]]:
-        """See `base.Sender.reserve`. Waits until the bucket that used the same buffer before has
-        been sent and, for the first bucket, until all engine ranks have connected. Raises
-        `EngineLost` if the connection to an engine has ended.
+        """Waits for the bucket that used the same buffer and, first, for all engine ranks. Raises
+        `EngineLost`.
         """
         if bucket.number == 0:
             self._group.join(watch)
@@ -99,7 +92,7 @@ class Sender(base.Sender):
         return base.reserved(self._messages[bucket.number], self._memory[bucket.number % SLOTS])
 
     def commit(self, bucket: Bucket, watch: base.Watch) -> None:
-        """See `base.Sender.commit`. Raises `EngineLost` if the connection to an engine ended."""
+        """Raises `EngineLost` if the connection to an engine ended."""
         spec, memory = self._route.spec, self._memory[bucket.number % SLOTS]
         flats = base.flats(self._messages[bucket.number], memory)
         messages = {
@@ -114,25 +107,20 @@ class Sender(base.Sender):
                     self._group.wait(number, watch)
 
     def abort(self) -> None:
-        """Abort this attempt in the store, and cancel this rank's messages."""
         self._meeting.abort()
         self._group.leave()
 
     def progress(self, engine: int) -> int:
-        """Number of buckets of this version that all ranks of the engine at position `engine` have
-        reported as received, -1 before they have begun; of many processes not every bucket is
-        reported.
-        """
+        """As `base.Sender.progress`; of many processes not every bucket is reported."""
         ranks = range(self._route.spec.engine_tensor)
         return min(self._meeting.reported(f"{engine}/{rank}") for rank in ranks)
 
     def close(self) -> None:
-        """Leave the process group."""
         self._group.leave()
 
     @contextlib.contextmanager
     def _naming_engine(self) -> Iterator[None]:
-        """Raise `EngineLost` where a peer is gone: trainer ranks exchange no messages here."""
+        """Raise `EngineLost` where a peer is gone."""
         try:
             yield
         except PeerGone as error:
@@ -141,14 +129,11 @@ class Sender(base.Sender):
 
 
 class Receiver:
-    """Engine rank's half of the transport `point_to_point`: receives weights from trainer ranks."""
+    """An engine rank's half."""
 
     def __init__(self, route: Route, engine: int, rank: int, init_info: dict[str, Any]) -> None:
-        """Connect to the trainer's key-value store. `engine`: position of the engine. `rank`:
-        tensor-parallel rank.
-
-        Raises `ValueError` where the trainer is on GPUs and this engine is not, `RuntimeError`
-        where the store cannot be reached.
+        """Raises `ValueError` if only the trainer is on GPUs, `RuntimeError` if the store is out of
+        reach.
         """
         device = group_device() if init_info["device"] == "cuda" else torch.device("cpu")
         if device.type != init_info["device"]:
@@ -166,7 +151,7 @@ class Receiver:
         self._next_report = 0.0
 
     def receive(self, watch: base.Watch) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """See `base.Receiver.receive`. While a bucket is used, the next one is received."""
+        """As `base.Receiver.receive`. While a bucket is used, the next one is received."""
         buckets = self._route.buckets
         self._meeting.follow()
         self._meeting.report(self._name, 0)
@@ -187,16 +172,13 @@ class Receiver:
             raise
 
     def close(self) -> None:
-        """Leave the process group, and cancel what is on its way through it."""
         self._group.leave()
 
     def _start(self, bucket: Bucket) -> None:
-        """Start to receive the messages of a bucket."""
         flats = base.flats(self._messages[bucket.number], self._memory)
         self._group.receive(flats, self._memory, bucket.number)
 
     def _unpack(self, bucket: Bucket) -> torch.Tensor:
-        """A bucket's block, from the messages that were received."""
         block = self._block[: bucket.num_bytes]
         buffers = bucket.buffers(block, self._route.dtype)
         for source, flat in base.flats(self._messages[bucket.number], self._memory).items():
@@ -204,7 +186,6 @@ class Receiver:
         return block
 
     def _report(self, bucket: Bucket) -> None:
-        """Tell the trainer how many buckets have arrived: in a large run not each one."""
         now = time.monotonic()
         if self._route.is_last(bucket) or now >= self._next_report:
             self._next_report = now + self._meeting.report_s

@@ -2,14 +2,9 @@
 
     trainer ranks write their regions -> shared memory -> engine ranks read
 
-Two buckets are in memory at once: while engines read one, trainer ranks write the next. Tensor rank
-r of every engine reads the same memory, so the bytes written do not grow with the number of
-engines. The memory is an anonymous file (memfd) that other processes open through /proc/<pid>/fd,
-so nothing is left behind however a run ends.
-
-On a GPU machine every process registers the memory with CUDA (`Pinned`), and copies between it
-and its GPU run while the process goes on. They are waited for before a bucket counts as written or
-as read.
+While engines read one bucket, trainer ranks write the next. Tensor rank r of every engine reads the
+same memory. It is an anonymous file (memfd), opened through /proc/<pid>/fd, so nothing is left
+behind however a run ends. With GPUs, every process registers the memory with CUDA (`Pinned`).
 """
 
 from __future__ import annotations
@@ -35,11 +30,10 @@ from megarl.weights.route import Route
 from megarl.weights.transports import base
 
 SLOTS = 2
-"""Number of weight buckets (blocks that are sent at once) that are in shared memory at the same
-time."""
+"""Buckets that are in memory at the same time."""
 
 LINE = 8
-"""int64 numbers in a cache line of 64 bytes; one of them is a counter, the others are padding."""
+"""int64 numbers in a cache line; one is a counter, the others are padding."""
 
 NOT_HERE = (
     "is not the trainer's memory, or not on this host or in this container; set"
@@ -48,17 +42,13 @@ NOT_HERE = (
 
 
 class SharedCounters:
-    """Shared memory of trainer and engine processes of one host: a stop flag, a counter for each
-    sender (trainer rank) and receiver (engine rank), and `num_bytes` for weights.
-
-    A counter says how many buckets of the current weight version were written or read.
+    """A stop flag, the number of buckets that each sender and receiver has finished, and memory for
+    weights.
     """
 
     def __init__(self, senders: int, receivers: int, num_bytes: int, path: str = "") -> None:
-        """Make new shared memory, or open that of another process, whose attribute `path` is given
-        as `path`.
-
-        Raises `RuntimeError` where `path` cannot be opened or is not such memory of this size.
+        """Make new memory, or open that with attribute `path` in another process. Raises
+        `RuntimeError` if that is not such memory of this size.
         """
         self._senders, self._receivers = senders, receivers
         head = (1 + senders + receivers) * LINE * 8
@@ -68,10 +58,10 @@ class SharedCounters:
         if path:
             self._file = _open(file, size)
         else:
-            made = os.memfd_create("megarl-weights", os.MFD_CLOEXEC)
-            self._file = FileIO(made, "r+")
+            descriptor = os.memfd_create("megarl-weights", os.MFD_CLOEXEC)
+            self._file = FileIO(descriptor, "r+")
             self._file.truncate(size)
-            file, key = f"/proc/{os.getpid()}/fd/{made}", str(secrets.randbits(62))
+            file, key = f"/proc/{os.getpid()}/fd/{descriptor}", str(secrets.randbits(62))
         self._map = mmap.mmap(self._file.fileno(), size)
         first_line = np.frombuffer(self._map, dtype=np.int64, count=LINE)
         if not path:
@@ -80,58 +70,48 @@ class SharedCounters:
             self.close()
             raise RuntimeError(f"what lies at {file} {NOT_HERE}")
         self.path = f"{file}#{key}"
-        """Text of the form FILE#NUMBER: the file to open from other processes, and a random number
-        that identifies the memory."""
+        """FILE#NUMBER: what to open, and a random number that identifies the memory."""
         self._counters = np.frombuffer(self._map, dtype=np.int64, count=head // 8)[::LINE]
         self._fence = threading.Lock()
 
     def memory(self) -> torch.Tensor:
-        """The part of the shared memory that is for weights, uint8 [num_bytes]; not a copy."""
+        """uint8 [num_bytes] for weights, not a copy."""
         return torch.frombuffer(self._map, dtype=torch.uint8)[self._head :]
 
     def clear(self) -> None:
-        """Set all counters of buckets and the stop flag to 0; only while no other process uses
-        them.
-        """
+        """Only while no other process uses the counters."""
         self._counters[:] = 0
 
     def abort(self) -> None:
-        """Set the stop flag: every process that waits in `until` raises `Aborted`."""
+        """Make every process that waits in `until` raise `Aborted`."""
         self._set(0, 1)
 
     def write(self, sender: int, count: int) -> None:
-        """Set the counter of the sender with number `sender` to `count`, the buckets that it has
-        written. Earlier writes to the memory are visible to whoever sees the counter.
-        """
+        """Set a sender's count; whoever sees it also sees earlier writes to the memory."""
         self._set(1 + sender, count)
 
     def read(self, receiver: int, count: int) -> None:
-        """Set the counter of the receiver with number `receiver` to `count`, the buckets that it
-        has read.
-        """
+        """Set a receiver's count."""
         self._set(1 + self._senders + receiver, count)
 
     def written(self) -> int:
-        """Number of buckets that every sender has written."""
+        """Buckets that every sender has written."""
         return int(self._counters[1 : 1 + self._senders].min())
 
     def all_read(self) -> int:
-        """Number of buckets that every receiver has read."""
+        """Buckets that every receiver has read."""
         return int(self._counters[1 + self._senders :].min())
 
     def was_read(self, receiver: int) -> int:
-        """Number of buckets that the receiver with this number has read."""
+        """Buckets that this receiver has read."""
         return int(self._counters[1 + self._senders + receiver])
 
     def until(self, ready: Callable[[], bool], watch: base.Watch) -> None:
-        """Poll until `ready()` is true; calls `watch` each time, which raises to end the wait.
-        Raises `Aborted` if the stop flag is set.
-        """
+        """Poll until `ready()`. Raises `Aborted` at the stop flag, or what `watch` raises."""
         base.wait_until(ready, lambda: bool(self._counters[0]), watch)
         self._memory_barrier()
 
     def close(self) -> None:
-        """Close the shared memory's file; the memory is freed when no process maps it."""
         self._file.close()
 
     def _set(self, index: int, value: int) -> None:
@@ -139,53 +119,41 @@ class SharedCounters:
         self._counters[index] = value
 
     def _memory_barrier(self) -> None:
-        """Order memory accesses before and after: acquiring and releasing a lock is a barrier."""
+        """Order memory accesses: acquiring and releasing a lock is a barrier."""
         with self._fence:
             pass
 
 
 def _open(file: str, size: int) -> FileIO:
-    """Open the file of shared memory that another process made, of `size` bytes. Raises
-    `RuntimeError` if there is no such file, or one of another size.
-    """
+    """Raises `RuntimeError` if there is no such file of this size."""
     try:
-        found = FileIO(file, "r+")
+        memory_file = FileIO(file, "r+")
     except OSError as error:
         raise RuntimeError(
             f"the trainer's memory at {file} cannot be opened ({error.strerror}): it {NOT_HERE}"
         ) from error
-    if os.fstat(found.fileno()).st_size != size:
-        found.close()
+    if os.fstat(memory_file.fileno()).st_size != size:
+        memory_file.close()
         raise RuntimeError(f"what lies at {file} {NOT_HERE}")
-    return found
+    return memory_file
 
 
 def memory_bytes(route: Route) -> int:
-    """Bytes of memory through which one engine rank receives weights: two of the largest bucket."""
+    """Bytes through which one engine rank receives: two of the largest bucket."""
     return SLOTS * route.largest_bytes
 
 
 def block_of(memory: torch.Tensor, route: Route, bucket: Bucket) -> torch.Tensor:
-    """The part of `memory`, uint8 [memory_bytes(route)], in which `bucket` goes from trainer ranks,
-    which write it, to an engine rank, which reads it: a view, uint8 [bucket.num_bytes]. Buckets
-    with an even number are in the first half and those with an odd one in the second, so that one
-    can be written while the one before it is read.
+    """A bucket's half of `memory`, uint8 [bucket.num_bytes]: the next one can be written
+    meanwhile.
     """
     first = bucket.number % SLOTS * route.largest_bytes
     return memory[first : first + bucket.num_bytes]
 
 
 def open_counters(route: Route, senders: int, path: str = "") -> SharedCounters:
-    """Make or open the shared memory of a transfer, a `SharedCounters`. By its counters `senders`
-    trainer ranks and all engine ranks tell each other how many buckets each has written or read. It
-    also has room for the weights, `memory_bytes(route)` for each rank of one engine, which that
-    rank of every engine reads. If each engine rank receives in memory of its own
-    (`route.spec.local`), it has no such room.
-
-    `route`: this process's part in the plan of the transfer, from which the number of engine ranks
-    and the size of the memory follow. `path`: the attribute `SharedCounters.path` of the process
-    that made the memory, to open it; "" to make new memory. Raises `RuntimeError` where it cannot
-    be opened.
+    """Make the memory of a transfer, or open it by `path`. There is room for each rank of one
+    engine, or none with `spec.local`. Raises `RuntimeError`.
     """
     spec = route.spec
     num_bytes = 0 if spec.local else spec.num_destinations * memory_bytes(route)
@@ -193,13 +161,12 @@ def open_counters(route: Route, senders: int, path: str = "") -> SharedCounters:
 
 
 class _End:
-    """What both ends have: the counters, and the memory as CUDA knows it."""
+    """Counters, and the memory as CUDA knows it."""
 
     _counters: SharedCounters
     _pinned: Pinned
 
     def close(self) -> None:
-        """End this rank's part: undo the registration with CUDA, close the shared memory."""
         try:
             self._pinned.release()
         finally:
@@ -207,16 +174,10 @@ class _End:
 
 
 class Sender(_End, base.Sender):
-    """Trainer rank's half of the transport `shared_memory`: writes its part of the weights to
-    memory that engine ranks of the same host read. Rank 0 makes the memory.
-    """
+    """Writes to memory that rank 0 makes and engine ranks of the host read."""
 
     def __init__(self, route: Route, axis: Axis) -> None:
-        """Make or open the shared memory. Collective over `axis`, the process group of all trainer
-        ranks.
-
-        `route`: which regions of tensors this trainer rank writes, and in which bucket.
-        """
+        """Collective over `axis`."""
         self._route, self._axis = route, axis
         own = open_counters(route, axis.size) if axis.rank == 0 else None
         path = broadcast_object(own.path if own else "", axis)
@@ -225,25 +186,15 @@ class Sender(_End, base.Sender):
         self._pinned = Pinned(self._counters.memory())
 
     def init_info(self) -> dict[str, Any]:
-        """What receivers need, a dict: "path" of the shared memory, and "senders", their number."""
+        """ "path" of the memory, and "senders", their number."""
         return {"path": self._counters.path, "senders": self._axis.size}
 
     def begin(self, attempt: int, *, anew: bool = False) -> None:
-        """Prepare to send a weight version: rank 0 resets all counters of written and read
-        buckets.
-        """
         if self._axis.rank == 0:
             self._counters.clear()
 
     def reserve(self, bucket: Bucket, watch: base.Watch) -> list[tuple[Copy, torch.Tensor]]:
-        """The shared memory to which this rank must write its part of a bucket. Returns a list of
-        (copy, view): a `Copy` says which region of which tensor to write, and the view [rows,
-        columns] is where to write it.
-
-        Waits until all engine ranks have read the bucket two before this one, which had the same
-        memory. `watch` is called while waiting and raises to end that; raises `Aborted` if the stop
-        flag is set.
-        """
+        """As `base.Sender.reserve`; waits until engines have read the bucket two before."""
         self._counters.until(lambda: self._counters.all_read() > bucket.number - SLOTS, watch)
         copies, memories = self._route.copies[bucket.number], self._memories
         buffers = {
@@ -257,44 +208,30 @@ class Sender(_End, base.Sender):
         ]
 
     def commit(self, bucket: Bucket, watch: base.Watch) -> None:
-        """Note that this rank has written its part of a bucket, after a wait until the GPU has
-        finished its copies to shared memory. Engine ranks read the bucket once all trainer ranks
-        have written theirs.
-        """
+        """Count this rank's part as written, once the GPU has finished its copies."""
         self._pinned.wait()
         self._counters.write(self._axis.rank, bucket.number + 1)
 
     def abort(self) -> None:
-        """Set the stop flag in shared memory, which ends all waiting."""
         self._counters.abort()
 
     def progress(self, engine: int) -> int:
-        """Number of buckets of this version that all ranks of the engine at position `engine` have
-        read.
-        """
+        """As `base.Sender.progress`."""
         tensor = self._route.spec.engine_tensor
         return min(self._counters.was_read(engine * tensor + rank) for rank in range(tensor))
 
     def _open(self) -> dict[int, torch.Tensor]:
-        """The memory through which each engine rank receives its buckets: {number of the engine
-        rank over all engines: uint8 [memory_bytes]}. It has at least the engine ranks that this
-        trainer rank writes to.
+        """{engine rank over all engines: uint8 [memory_bytes]}, at least those to which this rank
+        writes.
         """
         return dict(enumerate(self._counters.memory().split(memory_bytes(self._route))))
 
 
 class Receiver(_End):
-    """Engine rank's half of the transport `shared_memory`: reads weights from memory that trainer
-    ranks of the same host write.
-    """
+    """Reads weights from memory that trainer ranks write."""
 
     def __init__(self, route: Route, engine: int, rank: int, init_info: dict[str, Any]) -> None:
-        """Open the trainer's shared memory, for rank `rank` of the engine at position `engine`.
-        `route`: which regions of tensors this engine rank receives, and in which bucket.
-        `init_info`: what `Sender.init_info` returned at the trainer.
-
-        Raises `RuntimeError` where this process cannot open it.
-        """
+        """Raises `RuntimeError` where this process cannot open the memory."""
         self._route, self._destination = route, route.spec.destination(engine, rank)
         self._counters = open_counters(route, init_info["senders"], init_info["path"])
         self._number = engine * route.spec.engine_tensor + rank
@@ -302,10 +239,7 @@ class Receiver(_End):
         self._pinned = Pinned(self._counters.memory())
 
     def receive(self, watch: base.Watch) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """Iterate over the buckets of a version, each once all trainer ranks have written theirs:
-        (bucket, its part of shared memory, uint8 [bucket.num_bytes], valid until the next). `watch`
-        is called while waiting and raises to end that; raises `Aborted` if a trainer rank gave up.
-        """
+        """As `base.Receiver.receive`, each bucket once all trainer ranks have written theirs."""
         for bucket in self._route.buckets:
             self._counters.until(
                 lambda number=bucket.number: self._counters.written() > number, watch
@@ -315,23 +249,22 @@ class Receiver(_End):
             self._counters.read(self._number, bucket.number + 1)
 
     def _finish_reading(self) -> None:
-        """Wait until a block has been read, also by copies to the GPU that were only started."""
+        """Wait for copies to the GPU."""
         self._pinned.wait()
 
     def _open(self, init_info: dict[str, Any]) -> torch.Tensor:
-        """The memory through which this engine rank receives its buckets, uint8 [memory_bytes]."""
+        """uint8 [memory_bytes]."""
         return self._counters.memory().split(memory_bytes(self._route))[self._destination]
 
 
 class Pinned:
-    """Page-locks a tensor's host memory for CUDA until `release`, so that copies between it and the
-    GPU run while the process goes on; `wait` blocks until they are done. In a process that does not
-    use a GPU nothing is registered, and there is nothing to wait for.
+    """Page-locks host memory for CUDA until `release`, so that copies run while the process goes
+    on. Does nothing in a process without a GPU.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
-        """Register `memory`, uint8 on the host, with CUDA. If the driver refuses, one warning is
-        written, and the memory stays pageable: all that works, and is slower.
+        """`memory`: uint8 on the host. If the driver refuses, warns once; the memory stays
+        pageable.
         """
         self._memory, self.is_registered = memory, False
         # Asking for the device of a process that has no use for it would cost memory there.
@@ -355,13 +288,13 @@ class Pinned:
             )
 
     def wait(self) -> None:
-        """Block until the GPU has finished all work on this thread's current stream."""
+        """Wait for this thread's current stream."""
         if self._device is not None:
             torch.cuda.current_stream(self._device).synchronize()
 
     def release(self) -> None:
-        """Wait for the GPU, and undo the registration; a second call does nothing. Raises the error
-        of the GPU's last work, if it failed, after the registration is undone.
+        """Wait and undo the registration, once. Then raises the error of the GPU's last work, if it
+        failed.
         """
         if not self.is_registered:
             return

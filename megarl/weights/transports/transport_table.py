@@ -1,6 +1,4 @@
-"""The transports, ways in which weights get to the engines, by the names of the setting
-`weight_sync.transport`; `megarl.weights.transports.base` is their contract.
-"""
+"""The transports by the names of `weight_sync.transport`; `base` is their contract."""
 
 from __future__ import annotations
 
@@ -13,6 +11,3 @@ TRANSPORTS: dict[str, Any] = {
     "point_to_point": point_to_point,
     "cuda_ipc": cuda_ipc,
 }
-"""{value of the setting `weight_sync.transport`: module with the classes `Sender`, called with
-(route, world axis), and `Receiver`, called with (route, position of the engine, tensor rank,
-sender's init_info)}"""
