@@ -24,11 +24,11 @@ from megarl.settings.schema import Config, dotted
 from megarl.system.files import RECIPES
 
 LARGEST_BYTES = 2**20
-"""Size limit of a recipe file in bytes; real ones have a few kilobytes."""
+"""Largest recipe; real ones have a few kilobytes."""
 MOST_VALUES = 10_000
-"""Largest number of values in a recipe, with every alias (`*name`) written out."""
+"""Most values in a recipe, with every alias (`*name`) written out."""
 DEEPEST = 20
-"""Maximum nesting depth of sections and lists in a recipe."""
+"""Deepest nesting of sections and lists."""
 RENAMED = {
     "rollout.samples_per_group": "rollout.group_size",
     "training.mini_batches": "training.num_mini_batches",
@@ -44,26 +44,21 @@ RENAMED = {
     "reward_model.precision": "reward_model.engine.dtype",
     "reward_model.micro_batch_tokens": "reward_model.engine.max_batched_tokens",
 }
-"""{key of older recipes: its present name}; old keys are refused with the new name in the
-message."""
+"""{key of older recipes: its present name, for the message that refuses it}"""
 TAG = "tag:yaml.org,2002:"
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads the YAML of recipes: texts, numbers, truth values, null, lists and mappings.
-
-    Differs from PyYAML's `SafeLoader`: `1e-4` is a number and `010` is 10, as in YAML 1.2; a date
-    is a text; other tags, keys that are no texts, and keys that occur twice are errors.
+    """Reads the YAML of recipes. Unlike PyYAML's `SafeLoader`, `1e-4` is a number and `010` is 10
+    (YAML 1.2), a date is a text, and other tags, keys that are no texts or occur twice are errors.
     """
 
     num_values = 0
 
     def value(self, node: yaml.Node, lines: dict[str, int], key: str = "", depth: int = 0) -> Any:
-        """The value of a YAML node as text, number, truth value, None, list or dict. `key`: dotted
-        path of the node in the recipe. {dotted key: line, from 1} of the node and of all settings
-        inside the node is added to `lines`. `depth`: nesting depth of the node. Raises
-        `yaml.YAMLError` for what a recipe must not have: deep nesting, too many values, keys that
-        occur twice or are no texts.
+        """The value of the node at the dotted path `key` and nesting `depth`; adds {dotted key:
+        line, from 1} of it and all in it to `lines`. Raises `yaml.YAMLError` for what a recipe must
+        not have.
         """
         self.num_values += 1
         if depth > DEEPEST:  # also a list that contains itself
@@ -100,9 +95,7 @@ class _Loader(yaml.SafeLoader):
         return found
 
     def scalar(self, node: yaml.Node) -> Any:
-        """The value of a scalar YAML node: a text, number, truth value or None. Raises
-        `yaml.YAMLError` if it cannot be read.
-        """
+        """The value of a scalar node. Raises `yaml.YAMLError` if it cannot be read."""
         try:
             return readable(self.construct_object(node))
         except yaml.YAMLError:
@@ -112,8 +105,8 @@ class _Loader(yaml.SafeLoader):
 
 
 def readable(value: Any) -> Any:
-    """The value of a setting, unchanged. Raises `ValueError` for a text with the character NUL or
-    with half of a surrogate pair, which no file name or UTF-8 text can have.
+    """The value unchanged. Raises `ValueError` for a text with NUL or half a surrogate pair, which
+    no file name or UTF-8 text can have.
     """
     if isinstance(value, str) and "\0" in value:
         raise ValueError(f" {shortened(repr(value))} holds the character NUL; remove it")
@@ -123,7 +116,6 @@ def readable(value: Any) -> Any:
 
 
 def _line(node: yaml.Node) -> int:
-    """Line of a YAML node, from 1."""
     return node.start_mark.line + 1
 
 
@@ -138,7 +130,7 @@ def _number(loader: _Loader, node: Any) -> int:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes a text in quotes wherever `_Loader` would take the bare text for a number."""
+    """Writes a text in quotes where `_Loader` would take it for a number."""
 
 
 _Loader.yaml_constructors = {
@@ -160,17 +152,15 @@ for _kind, _pattern in NUMBERS.items():
 
 
 def dump_yaml(tree: Any) -> str:
-    """The YAML text of nested dicts, lists, texts and numbers, which `parse_yaml` reads back."""
+    """The YAML text of plain data, which `parse_yaml` reads back."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def parse_yaml(text: str, lines: dict[str, int] | None = None) -> Any:
-    """The value of a YAML text, None for an empty one; YAML 1.2 numbers, so that `1e-4` is a
-    number. If `lines` is given, {dotted key: its line, from 1} of each setting is added to it.
+    """The value of a YAML text, None for an empty one; adds {dotted key: line, from 1} to `lines`.
 
-    Raises `ValueError` for a text that is not YAML, or has what a recipe must not have, such as a
-    key that occurs twice. The message continues the name of the text, as in ", line 3: the key
-    ...".
+    Raises `ValueError` for what is not YAML or must not be in a recipe. The message continues the
+    text's name, as in ", line 3: the key ...".
     """
     try:
         loader = _Loader(text)
@@ -189,9 +179,9 @@ def parse_yaml(text: str, lines: dict[str, int] | None = None) -> Any:
 
 
 def read_tree(path: Path, lines: dict[str, int] | None = None) -> dict[str, Any]:
-    """Read a YAML recipe file as nested dicts; {} for an empty file. If `lines` is given, {dotted
-    key: its line, from 1} of each setting is added to it. Raises `ValueError` with file and line
-    for a file that is missing, too large, no YAML or no mapping.
+    """Read a YAML recipe as nested dicts; {} for an empty file; adds {dotted key: line, from 1} to
+    `lines`. Raises `ValueError` with file and line for a file that is missing, too large, or no
+    mapping.
     """
     inside = path / "recipe.yaml"
     try:
@@ -221,17 +211,14 @@ def read_tree(path: Path, lines: dict[str, int] | None = None) -> dict[str, Any]
 
 
 def is_section(kind: Any) -> TypeGuard[type[Config]]:
-    """Whether a type is a configuration class, so that a setting of the type is a section of
-    settings.
-    """
+    """Whether a type is a configuration class."""
     return isinstance(kind, type) and issubclass(kind, Config)
 
 
 def walk(kind: Any, keys: Sequence[int | str]) -> tuple[Any, int]:
-    """Follow a path of keys, such as ["training", "optimizer"], through the settings of
-    configuration class `kind`, as far as the keys are known. Returns (type of the setting reached,
-    number of keys that were followed). The key of a list's item is its index; the keys of a setting
-    of type dict, such as the names of several critics, are the user's, and all are known.
+    """Follow a path of keys through the settings of class `kind` as far as they are known. Returns
+    (type of the setting reached, number of keys followed). A list's items have their index as key;
+    all names in a dict are known.
     """
     for depth, key in enumerate(keys):
         inner = typing.get_args(kind)
@@ -245,16 +232,13 @@ def walk(kind: Any, keys: Sequence[int | str]) -> tuple[Any, int]:
 
 
 def has_key(kind: Any, key: str) -> bool:
-    """Whether configuration class `kind` has a setting or section with the dotted name `key`, such
-    as "training.optimizer.learning_rate".
-    """
+    """Whether class `kind` has the setting or section `key`, such as "training.optimizer"."""
     return walk(kind, key.split("."))[1] == key.count(".") + 1
 
 
 def hint(kind: Any, keys: Sequence[int | str]) -> str:
-    """Advice for the message about an unknown key at the path `keys` in configuration class `kind`,
-    beginning with "; ": the key's new name, what it is called here if it is another library's name,
-    the most similar known key, or all known keys.
+    """Advice about an unknown key at the path `keys`, beginning with "; ": its new name, what
+    another library's name is called here, the most similar key, or all keys.
     """
     at, depth = walk(kind, keys)
     if new := RENAMED.get(dotted(keys[: depth + 1])):
@@ -270,9 +254,7 @@ def hint(kind: Any, keys: Sequence[int | str]) -> str:
 
 
 def put(tree: dict[str, Any], keys: Sequence[str], value: Any) -> None:
-    """Set `value` at a path of keys in the nested dicts `tree`, in place; a dict is made wherever
-    the path meets none, in place of another value if there is one.
-    """
+    """Set `value` at a path of keys in `tree`, in place; dicts are made where the path has none."""
     for key in keys[:-1]:
         if not isinstance(tree.get(key), dict):
             tree[key] = {}
@@ -281,11 +263,10 @@ def put(tree: dict[str, Any], keys: Sequence[str], value: Any) -> None:
 
 
 def override(tree: dict[str, Any], kind: Any, words: Sequence[str]) -> list[str]:
-    """Change the nested dicts `tree` in place by settings of a command line, `words`:
-    `--section.key value` or `--section.key=value`; several values make a list. Values are read as
-    YAML, by the type that the setting has in configuration class `kind`; keys that the class does
-    not have are set too. Returns the dotted keys that were set, with those of their sections.
-    Raises `ValueError` for a word that is no setting.
+    """Change `tree` in place by a command line's words, `--section.key value` or
+    `--section.key=value`; several values make a list. Values are YAML, read by the setting's type
+    in class `kind`; unknown keys are set too. Returns the dotted keys that were set, with those of
+    their sections. Raises `ValueError` for a word that is no setting.
     """
     changed, left = [], list(words)
     while left:
@@ -309,7 +290,7 @@ def override(tree: dict[str, Any], kind: Any, words: Sequence[str]) -> list[str]
 
 
 def _value(kind: Any, values: list[str], word: str) -> Any:
-    """The value that words of a command line give to a setting of type `kind`."""
+    """The value that words give to a setting of type `kind`."""
     choices = typing.get_args(kind)  # of a Literal, or the types of a union
     is_text = kind is str or (any(isinstance(x, str) for x in choices) and True not in choices)
     try:
