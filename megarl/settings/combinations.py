@@ -119,22 +119,22 @@ def check_tool_variables(config: RunConfig) -> None:
     """
     if not config.environment.tools.are_used:
         return
-    found = [part.template_variables for _, part in sources(config) if part.names_data]
+    variables = [prompts.template_variables for _, prompts in sources(config) if prompts.names_data]
+    other = next((value for value in variables if value != variables[0]), None)
     require(
-        all(one == found[0] for one in found),
-        f"template_variables of prompts and evaluation.prompts are {found[0]} and"
-        f" {next((one for one in found if one != found[0]), None)}, but environment.tools writes"
-        " the results of calls with one set; set the same for all",
+        other is None,
+        f"template_variables of prompts and evaluation.prompts are {variables[0]} and {other}, but"
+        " environment.tools writes the results of calls with one set; set the same for all",
     )
 
 
 def check_agent_prompts(config: RunConfig) -> None:
     """Raise `ValueError` if an agent, which writes its own messages, would get rendered prompts."""
-    for place, part in sources(config) if config.environment.agent.is_used else ():
+    for section, prompts in sources(config) if config.environment.agent.is_used else ():
         require(
-            part.template == "none" or not part.names_data,
-            f"{place}.template is '{part.template}', but the agent (environment.agent) sends its"
-            f" own messages, and the gateway renders them; set {place}.template to 'none'",
+            prompts.template == "none" or not prompts.names_data,
+            f"{section}.template is '{prompts.template}', but the agent (environment.agent) sends"
+            f" its own messages, and the gateway renders them; set {section}.template to 'none'",
         )
 
 
@@ -144,8 +144,8 @@ def sources(config: RunConfig) -> Iterator[tuple[str, PromptsConfig]]:
     """
     held_out = config.evaluation.prompts
     for section, prompts in (("prompts", config.prompts), ("evaluation.prompts", held_out)):
-        for number, part in enumerate(prompts.parts):
-            yield f"{section}.sources[{number}]" if prompts.sources else section, part
+        for number, source in enumerate(prompts.parts):
+            yield f"{section}.sources[{number}]" if prompts.sources else section, source
 
 
 def with_hidden(config: RunConfig) -> EnvironmentConfig:
@@ -156,16 +156,16 @@ def with_hidden(config: RunConfig) -> EnvironmentConfig:
         return config.environment
     from huggingface_hub.constants import HF_HOME, HF_HUB_CACHE
 
-    found = [config.folder, f"{HF_HUB_CACHE}/datasets--*"]
-    found.append(os.environ.get("HF_DATASETS_CACHE") or f"{HF_HOME}/datasets")
-    named = [part.source for _, part in sources(config) if part.source]
-    for one in [*named, *config.evaluation.sources]:
-        if Path(one).exists():
-            found.append(one)
+    paths = [config.folder, f"{HF_HUB_CACHE}/datasets--*"]
+    paths.append(os.environ.get("HF_DATASETS_CACHE") or f"{HF_HOME}/datasets")
+    named = [prompts.source for _, prompts in sources(config) if prompts.source]
+    for text in [*named, *config.evaluation.sources]:
+        if Path(text).exists():
+            paths.append(text)
         else:  # a pattern, which may also match programs
-            matched = map(Path, glob.glob(one, recursive=True))
-            found += [str(path) for path in matched if path.is_file() and path.suffix not in CODE]
-    return config.environment.hiding(found)
+            matched = map(Path, glob.glob(text, recursive=True))
+            paths += [str(path) for path in matched if path.is_file() and path.suffix not in CODE]
+    return config.environment.hiding(paths)
 
 
 def check_answers(config: RunConfig) -> None:
@@ -184,10 +184,10 @@ def check_answers(config: RunConfig) -> None:
             f" --{where}.answer_after=), or set another verifier",
         )
         built_in = " and ".join(environment.compares_answers)
-        for place, part in () if environment.may_score_itself else sources(config):
+        for section, prompts in () if environment.may_score_itself else sources(config):
             require(
-                part.answer_column or not built_in or (name and part.environment != name),
-                f"{place}.answer_column is empty, but the verifier {built_in} compares with the"
+                prompts.answer_column or not built_in or (name and prompts.environment != name),
+                f"{section}.answer_column is empty, but the verifier {built_in} compares with the"
                 f" answer; set the column of the answers, or {where}.verifier to a function that"
                 " needs none",
             )
@@ -200,10 +200,10 @@ def check_mixture(config: RunConfig) -> None:
     known = config.environment.mixture
     named: set[str] = set()
     by_column = ""
-    for where, part in sources(config):
-        if not part.names_data:
+    for where, prompts in sources(config):
+        if not prompts.names_data:
             continue
-        name, column = part.environment, part.environment_column
+        name, column = prompts.environment, prompts.environment_column
         by_column, named = by_column or column, named | {name}
         setting = f"environment_column is '{column}'" if column else f"environment is '{name}'"
         require(
@@ -233,7 +233,7 @@ def check_early_stop(config: RunConfig) -> None:
     """Raise `ValueError` if `early_stop.metric` is one that the run does not have."""
     metric, algorithm, evaluation = config.early_stop.metric, config.algorithm, config.evaluation
     known = [*STEP_METRICS, *DISTILLATION_METRICS]
-    known += [kind + name for kind in ("eval/", "eval_sampled/") for name in EVALUATION_METRICS]
+    known += [prefix + name for prefix in ("eval/", "eval_sampled/") for name in EVALUATION_METRICS]
     known += [
         name.replace("critic/", f"{section}/")
         for section in config.all_critics
@@ -287,7 +287,7 @@ def check_best(config: RunConfig | SupervisedConfig) -> None:
     section = next(name for name in HELD_OUT if hasattr(evaluation, name))
     is_rl, held_out = section == "prompts", getattr(evaluation, section)
     kinds = ("eval/", "eval_sampled/") if is_rl and evaluation.sampled_too else ("eval/",)
-    known = [kind + name for kind in kinds for name in HELD_OUT[section]]
+    known = [prefix + name for prefix in kinds for name in HELD_OUT[section]]
     known += ["eval/kl"] if getattr(getattr(config, "loss", None), "method", "") == "kto" else []
     metric, own = best.removeprefix("min:"), "|".join(kinds)
     close = difflib.get_close_matches(metric, known, n=1)

@@ -174,24 +174,24 @@ class RunConfig(AnyRunConfig):
     @property
     def all_critics(self) -> dict[str, CriticConfig]:
         """{section, "critic" or "critics.NAME": settings} of the critics that the run uses."""
-        found = {"critic": self.critic} if self.algorithm.advantage == "gae" else {}
-        return found | {f"critics.{name}": one for name, one in self.critics.items()}
+        critics = {"critic": self.critic} if self.algorithm.advantage == "gae" else {}
+        return critics | {f"critics.{name}": critic for name, critic in self.critics.items()}
 
     @property
     def other_roles(self) -> dict[str, RoleConfig]:
         """{section, such as "reference": settings} of the models beside the policy that the run
         uses.
         """
-        found: dict[str, RoleConfig] = {}
+        roles: dict[str, RoleConfig] = {}
         if self.algorithm.kl.coefficient > 0:
-            found["reference"] = self.reference
-        found |= self.all_critics
-        return found | {f"reward_models.{name}": one for name, one in self.reward_models.items()}
+            roles["reference"] = self.reference
+        roles |= self.all_critics
+        return roles | {f"reward_models.{name}": role for name, role in self.reward_models.items()}
 
     @property
     def warmup_steps(self) -> int:
         """Steps at the start of the run in which only the critics learn."""
-        return max((one.warmup_steps for one in self.all_critics.values()), default=0)
+        return max((critic.warmup_steps for critic in self.all_critics.values()), default=0)
 
 
 TEACHER_ALONE = Without(
@@ -383,10 +383,10 @@ def with_steps(config: C, num_rows: int) -> C:
         f"epochs is {config.epochs:g}, which is {steps} steps for {num_rows} rows; set fewer, so"
         f" that there are at most {MOST_STEPS} steps",
     )
-    found = replace(config, steps=steps)
-    if isinstance(found, RunConfig):
-        check_warmup(found)
-    return found
+    changed = replace(config, steps=steps)
+    if isinstance(changed, RunConfig):
+        check_warmup(changed)
+    return changed
 
 
 def longest_request(config: RunConfig) -> int:
@@ -478,7 +478,8 @@ def read(
     where = f"recipe {path}"
     if overrides:
         changed = recipe_file.override(tree, kind, [presets.long_word(word) for word in overrides])
-        leaves = [one for one in changed if not any(two.startswith(f"{one}.") for two in changed)]
+        sections = {key.rpartition(".")[0] for key in changed}
+        leaves = [key for key in changed if key not in sections]
         inside = tuple(leaf + mark for leaf in leaves for mark in ".[")
         lines = {
             key: line
@@ -513,19 +514,18 @@ def from_tree(
     """
     folder = recipe_paths.Beside(beside)
     try:
-        found = kind.model_validate(presets.filled_in(tree), context=folder)
+        config = kind.model_validate(presets.filled_in(tree), context=folder)
     except ValidationError as error:
-        said = [
-            in_line(one, lines or {}) for one in problems(error, partial(recipe_file.hint, kind))
-        ]
-        raise ValueError(f"{where}: {shortened('; '.join(said), 2000)}") from None
-    settings = list(leaves(found.model_dump()))
-    for name, path, said in folder.found:
+        texts = problems(error, partial(recipe_file.hint, kind))
+        message = "; ".join(in_line(text, lines or {}) for text in texts)
+        raise ValueError(f"{where}: {shortened(message, 2000)}") from None
+    settings = list(leaves(config.model_dump()))
+    for name, path, message in folder.paths:
         # Of a list of paths, the setting's name stands before the item's number.
         same = [key for key, value in settings if f".{name}" in f".{key}" and value == path]
-        say(f"{same[0] if same else name}: {said}")
-        settings = [one for one in settings if one[0] not in same[:1]]
-    return found
+        say(f"{same[0] if same else name}: {message}")
+        settings = [setting for setting in settings if setting[0] not in same[:1]]
+    return config
 
 
 def in_line(said: str, lines: dict[str, int]) -> str:

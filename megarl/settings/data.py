@@ -150,11 +150,11 @@ class PromptsConfig(DataSetConfig):
         )
         if not self.sources:
             return
-        weights = [part.weight for part in self.sources]
+        weights = [source.weight for source in self.sources]
         total = sum(map(exact, weights), Fraction(0))
         require(
             abs(total - 1) <= WEIGHT_TOLERANCE,
-            f"the weights of PromptsConfig.sources are {', '.join(f'{one:g}' for one in weights)},"
+            f"the weights of PromptsConfig.sources are {', '.join(f'{w:g}' for w in weights)},"
             f" which add up to {float(total):g}; set weights that add up to 1",
         )
         for number in range(len(self.sources)):
@@ -187,7 +187,7 @@ class PromptsConfig(DataSetConfig):
     @property
     def label(self) -> str:
         """The `source`, or those of `sources` joined by " + ", for messages and results."""
-        return self.source or " + ".join(part.source for part in self.sources)
+        return self.source or " + ".join(source.source for source in self.sources)
 
 
 def exact(weight: float) -> Fraction:

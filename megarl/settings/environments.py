@@ -323,7 +323,7 @@ class EnvironmentConfig(Config):
     @property
     def asks_servers(self) -> bool:
         """Whether any verifier or reward function is a reward server."""
-        return any(part._remote_names() for part in self.named_parts.values())
+        return any(environment._remote_names() for environment in self.named_parts.values())
 
     @property
     def names_used(self) -> list[str]:
@@ -356,7 +356,7 @@ class EnvironmentConfig(Config):
         """
         if not self.mixture:
             return {"": self}
-        found: dict[str, Self] = {}
+        environments: dict[str, Self] = {}
         for name, entry in self.mixture.items():
             require(
                 NAME.fullmatch(name) is not None,
@@ -366,10 +366,10 @@ class EnvironmentConfig(Config):
             asks = any(map(is_remote, entry.rewards or (entry.verifier,)))
             own = dict(entry) | {"remote": self.remote if asks else RemoteConfig()}
             try:
-                found[name] = replace(self, mixture={}, **NO_SESSIONS, **own)
+                environments[name] = replace(self, mixture={}, **NO_SESSIONS, **own)
             except ValueError as error:
                 raise ValueError(f"environment.mixture.{name}: {error}") from None
-        return found
+        return environments
 
     def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
         """The part of `environ`, such as `os.environ`, that worker processes may have: with
@@ -395,7 +395,7 @@ class EnvironmentConfig(Config):
     def programs(self) -> dict[str, CodeConfig]:
         """{name in `mixture`, or "": settings of the verifier `code`} where it is used."""
         parts = self.named_parts.items()
-        return {name: part.code for name, part in parts if "code" in part.names_used}
+        return {name: scorer.code for name, scorer in parts if "code" in scorer.names_used}
 
     @property
     def has_sessions(self) -> bool:

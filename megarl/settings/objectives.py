@@ -53,7 +53,7 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
 
 def kinds_with(place: Literal[0, 1]) -> list[str]:
     """Corrections whose weights have a lower bound (`place` 0) or an upper one (1)."""
-    return [kind for kind, bounds in BOUNDS.items() if bounds[place] is not None]
+    return [name for name, bounds in BOUNDS.items() if bounds[place] is not None]
 
 
 class KLConfig(Config):

@@ -77,9 +77,9 @@ class EarlyStopConfig(Config):
     """Stop once the metric is this or lower."""
 
     def check(self) -> None:
-        given = [bound for bound in (self.at_least, self.at_most) if bound is not None]
+        bounds = [bound for bound in (self.at_least, self.at_most) if bound is not None]
         require(
-            len(given) == (1 if self.metric else 0),
+            len(bounds) == (1 if self.metric else 0),
             f"early_stop.metric is {self.metric!r}, with at_least {self.at_least} and at_most"
             f" {self.at_most}; set a metric and one of the two, or none of the three",
         )

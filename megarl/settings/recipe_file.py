@@ -70,7 +70,7 @@ class _Loader(yaml.SafeLoader):
         lines.setdefault(key, _line(node))
         if node.tag == f"{TAG}seq" and isinstance(node, yaml.SequenceNode):
             items = enumerate(node.value)
-            return [self.value(one, lines, f"{key}[{n}]", depth + 1) for n, one in items]
+            return [self.value(item, lines, f"{key}[{n}]", depth + 1) for n, item in items]
         if node.tag != f"{TAG}map" or not isinstance(node, yaml.MappingNode):
             return self.scalar(node)
         first: dict[str, yaml.Node] = {}
@@ -84,15 +84,15 @@ class _Loader(yaml.SafeLoader):
                 )
             first[text] = name
         self.flatten_mapping(node)
-        node.value = list({str(name.value): (name, one) for name, one in node.value}.values())
-        found = {}
-        for name, one in node.value:
+        node.value = list({str(name.value): (name, item) for name, item in node.value}.values())
+        tree = {}
+        for name, item in node.value:
             if name.tag != f"{TAG}str":
                 raise _mistake(name, "a key is not a text; write the name of a setting")
             inner = f"{key}.{name.value}".removeprefix(".")
             lines[inner] = _line(name)
-            found[self.scalar(name)] = self.value(one, lines, inner, depth + 1)
-        return found
+            tree[self.scalar(name)] = self.value(item, lines, inner, depth + 1)
+        return tree
 
     def scalar(self, node: yaml.Node) -> Any:
         """The value of a scalar node. Raises `yaml.YAMLError` if it cannot be read."""
@@ -134,12 +134,12 @@ class _Dumper(yaml.SafeDumper):
 
 
 _Loader.yaml_constructors = {
-    f"{TAG}{kind}": yaml.SafeLoader.yaml_constructors[f"{TAG}{kind}"]
-    for kind in ("null", "bool", "float", "str")
+    f"{TAG}{name}": yaml.SafeLoader.yaml_constructors[f"{TAG}{name}"]
+    for name in ("null", "bool", "float", "str")
 } | {None: yaml.SafeLoader.construct_undefined, f"{TAG}int": _number}
 _Loader.yaml_implicit_resolvers = {
-    first: [one for one in known if one[0].removeprefix(TAG) not in ("timestamp", "int", "float")]
-    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    first: [row for row in rows if row[0].removeprefix(TAG) not in ("timestamp", "int", "float")]
+    for first, rows in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 NUMBERS = {
     "int": r"^[-+]?(?:0x[0-9a-fA-F]+|0o[0-7]+|[0-9][0-9_]*)$",
@@ -171,9 +171,9 @@ def parse_yaml(text: str, lines: dict[str, int] | None = None) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}" if mark is not None else ""
-        said = " ".join(f"{error.problem or error.context}".split())
-        kind = "" if isinstance(error, yaml.constructor.ConstructorError) else " is not YAML"
-        raise ValueError(f"{line}{kind}: {said}") from None
+        problem = " ".join(f"{error.problem or error.context}".split())
+        reason = "" if isinstance(error, yaml.constructor.ConstructorError) else " is not YAML"
+        raise ValueError(f"{line}{reason}: {problem}") from None
     except yaml.YAMLError as error:
         raise ValueError(f" is not YAML: {' '.join(str(error).split())}") from None
 
@@ -189,7 +189,7 @@ def read_tree(path: Path, lines: dict[str, int] | None = None) -> dict[str, Any]
         require(not path.is_dir(), f" is a folder; pass a .yaml file{more}")
         example = f"pass the path of a .yaml file, or the name of a recipe in {RECIPES}"
         if not path.is_file():
-            names = [one.stem for one in RECIPES.glob("*.yaml")]
+            names = [file.stem for file in RECIPES.glob("*.yaml")]
             close = difflib.get_close_matches(str(path).removesuffix(".yaml"), names)
             meant = f"; did you mean {' or '.join(close)}?" if close else ""
             raise ValueError(f" does not exist{meant}; {example}")
@@ -202,12 +202,12 @@ def read_tree(path: Path, lines: dict[str, int] | None = None) -> dict[str, Any]
         )
         return tree or {}
     except OSError as error:
-        said = f" cannot be read: {error.strerror}; pass another path"
+        problem = f" cannot be read: {error.strerror}; pass another path"
     except UnicodeDecodeError as error:
-        said = f" is no text (byte {error.start}: {error.reason}); pass a .yaml file in UTF-8"
+        problem = f" is no text (byte {error.start}: {error.reason}); pass a .yaml file in UTF-8"
     except ValueError as error:
-        said = str(error)
-    raise ValueError(f"recipe {path}{said}")
+        problem = str(error)
+    raise ValueError(f"recipe {path}{problem}")
 
 
 def is_section(kind: Any) -> TypeGuard[type[Config]]:
@@ -246,7 +246,7 @@ def hint(kind: Any, keys: Sequence[int | str]) -> str:
     if not is_section(at):
         return f"; {dotted(keys[:depth])} is no section"
     theirs = NAMES.get(str(keys[-1]).lower(), ())
-    if ours := [one for one in theirs if has_key(kind, one.split()[0])]:
+    if ours := [name for name in theirs if has_key(kind, name.split()[0])]:
         return f"; here it is {' or '.join(ours)}"
     known = [*at.model_fields]
     close = difflib.get_close_matches(str(keys[depth]), known, n=1)
@@ -295,11 +295,11 @@ def _value(kind: Any, values: list[str], word: str) -> Any:
     is_text = kind is str or (any(isinstance(x, str) for x in choices) and True not in choices)
     try:
         # Python's None is YAML's null.
-        found = [readable(x) if is_text else None if x == "None" else parse_yaml(x) for x in values]
+        items = [readable(x) if is_text else None if x == "None" else parse_yaml(x) for x in values]
     except ValueError as error:
         raise ValueError(f"{word}{error}") from None
-    if typing.get_origin(kind) is tuple and not (len(found) == 1 and isinstance(found[0], list)):
-        return found
-    if len(found) != 1:
-        raise ValueError(f"{word} has {len(found)} values; write one: {word} VALUE")
-    return found[0]
+    if typing.get_origin(kind) is tuple and not (len(items) == 1 and isinstance(items[0], list)):
+        return items
+    if len(items) != 1:
+        raise ValueError(f"{word} has {len(items)} values; write one: {word} VALUE")
+    return items[0]

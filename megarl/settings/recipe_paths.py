@@ -29,7 +29,7 @@ class Beside:
 
     folder: Path | None
     """None: paths are looked for in the working folder only."""
-    found: list[tuple[str | None, str, str]] = field(default_factory=list)
+    paths: list[tuple[str | None, str, str]] = field(default_factory=list)
     """(name of the setting without its sections, path as it is used, what to tell the user) of each
     path that was found in the recipe's folder."""
 
@@ -59,7 +59,7 @@ class IsPath:
         """
         if "\0" in text:
             raise refused(f"is {text!r}, which holds the character NUL; remove it")
-        longest = max(len(part.encode()) for part in text.split("/"))
+        longest = max(len(name.encode()) for name in text.split("/"))
         if len(text.encode()) > LONGEST_PATH:
             raise refused(
                 f"has {len(text.encode()):,} bytes, too many for a path; set a shorter one"
@@ -79,18 +79,18 @@ class IsPath:
         beside = info.context
         if not isinstance(beside, Beside):
             return text
-        here = expanded(text)
-        head, colon, function = here.rpartition(":")
-        file, rest = (head, colon + function) if head.endswith(".py") else (here, "")
+        path = expanded(text)
+        head, colon, function = path.rpartition(":")
+        file, rest = (head, colon + function) if head.endswith(".py") else (path, "")
         is_read = self.use == "read" or (self.use == "code" and file.endswith(".py"))
         if not (file and is_read and beside.folder) or _is_there(file):
-            return here
-        there = os.path.normpath(beside.folder / file)
-        if not _is_there(there):
-            return here
-        said = f"{here} is not in the working folder; {there}{rest} is taken"
-        beside.found.append((info.field_name, there + rest, said))
-        return there + rest
+            return path
+        beside_recipe = os.path.normpath(beside.folder / file)
+        if not _is_there(beside_recipe):
+            return path
+        message = f"{path} is not in the working folder; {beside_recipe}{rest} is taken"
+        beside.paths.append((info.field_name, beside_recipe + rest, message))
+        return beside_recipe + rest
 
 
 PathText = Annotated[str, IsPath()]
@@ -108,16 +108,16 @@ def expanded(path: str) -> str:
     if "://" in path:
         return path
 
-    def value(found: re.Match[str]) -> str:
-        name = found[1] or found[2]
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[2]
         if not os.environ.get(name):
             raise refused(f"is '{path}', but the variable {name} is not set; export {name}")
         return os.environ[name]
 
-    found = os.path.expanduser(VARIABLE.sub(value, path))
-    if found.startswith("~"):
-        raise refused(f"is '{path}', which begins with no user's name; write ./{found}")
-    return found
+    result = os.path.expanduser(VARIABLE.sub(value, path))
+    if result.startswith("~"):
+        raise refused(f"is '{path}', which begins with no user's name; write ./{result}")
+    return result
 
 
 def recipe_path(file: str | Path, say: Callable[[str], object] = str) -> Path:

@@ -64,8 +64,8 @@ class Sampling:
     @property
     def truncation(self) -> dict[str, float]:
         """{setting: value} of top_p, top_k and min_p where they exclude tokens."""
-        found = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
-        return {name: value for name, value in found.items() if value != getattr(PLAIN, name)}
+        limits = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
+        return {name: value for name, value in limits.items() if value != getattr(PLAIN, name)}
 
 
 PLAIN = Sampling()
@@ -141,10 +141,10 @@ class RolloutConfig(Config):
         )
         if self.dispatch == "ordered":
             return
-        batch, wanted = self.groups_per_step, self.max_open_groups
+        batch, limit = self.groups_per_step, self.max_open_groups
         require(
-            wanted is None or wanted >= batch,
-            f"RolloutConfig.max_open_groups is {wanted}, so that a step of {batch} groups would"
+            limit is None or limit >= batch,
+            f"RolloutConfig.max_open_groups is {limit}, so that a step of {batch} groups would"
             f" never be complete; set it to {batch} or more",
         )
         require(

@@ -42,11 +42,11 @@ class Range:
     def checked(self, value: Any) -> Any:
         """The value unchanged; raises `PydanticCustomError` if a number is out of range."""
         numbers = value if isinstance(value, tuple) else (value,)
-        for one in value.values() if isinstance(value, dict) else numbers:
-            if not (one is None or (self.or_zero and one == 0) or self.low <= one <= self.high):
+        for n in value.values() if isinstance(value, dict) else numbers:
+            if not (n is None or (self.or_zero and n == 0) or self.low <= n <= self.high):
                 zero = "0, or " if self.or_zero else ""
                 usual = f"set it to {zero}a number >= {self.low:.10g} and <= {self.high:.10g}"
-                raise refused(f"is {shortened(str(one))}; {self.fix or usual}")
+                raise refused(f"is {shortened(str(n))}; {self.fix or usual}")
         return value
 
 
@@ -73,13 +73,13 @@ class Of:
 
     def check(self, owner: "Config", name: str) -> None:
         """Raise `ValueError` if the setting `name` of `owner` has no effect but is set."""
-        found = operator.attrgetter(self.key)(owner)
-        if owner.is_default(name) or (found in self.values if self.values else found):
+        value = operator.attrgetter(self.key)(owner)
+        if owner.is_default(name) or (value in self.values if self.values else value):
             return
-        if FILE in self.values and is_own(found):
+        if FILE in self.values and is_own(value):
             return
         other = f"{type(owner).__name__}.{self.key}"
-        why = self.why or f"but {other} is {_shown(found)}, which does not use it"
+        why = self.why or f"but {other} is {_shown(value)}, which does not use it"
         to = f" to {' or '.join(map(repr, self.values))}" if self.values else ""
         fix = f"set {other}{to}" if self.fix is None else self.fix
         raise ValueError(f"{owner.told(name)}, {why}; leave it out{fix and f', or {fix}'}")
@@ -110,9 +110,9 @@ class Needs:
 
     def check(self, owner: "Config", name: str) -> None:
         """Raise `ValueError` if the setting `name` of `owner` is empty."""
-        place = f"{name}.{self.key}" if self.key else name
-        full = f"{type(owner).__name__}.{place}"
-        require(operator.attrgetter(place)(owner), f"{full} is empty; {self.fix}")
+        key = f"{name}.{self.key}" if self.key else name
+        full = f"{type(owner).__name__}.{key}"
+        require(operator.attrgetter(key)(owner), f"{full} is empty; {self.fix}")
 
 
 class Without:
@@ -125,8 +125,8 @@ class Without:
 
     def check(self, owner: "Config", name: str) -> None:
         """Raise `ValueError` if the setting `name` of `owner` is set."""
-        for place in [f"{name}.{key}" for key in self.keys] or [name]:
-            require(owner.is_default(place), f"{owner.told(place)}, {self.why}; leave it out")
+        for path in [f"{name}.{key}" for key in self.keys] or [name]:
+            require(owner.is_default(path), f"{owner.told(path)}, {self.why}; leave it out")
 
 
 Mark = Of | Excludes | Needs | Without
@@ -203,7 +203,7 @@ def defaults(kind: type[Config]) -> dict[str, Any]:
 def _marks(kind: type[Config]) -> list[tuple[str, Mark]]:
     """(setting, mark) of a configuration class."""
     fields = kind.model_fields.items()
-    return [(name, one) for name, at in fields for one in at.metadata if isinstance(one, Mark)]
+    return [(name, mark) for name, at in fields for mark in at.metadata if isinstance(mark, Mark)]
 
 
 def replace(value: T, **changes: Any) -> T:
@@ -249,22 +249,22 @@ def problems(
     `hint`: from the path of an unknown key to what the text says after "unknown key". `root`:
     dotted key of the checked object.
     """
-    found = []
+    texts = []
     for issue in error.errors(include_url=False):
-        kind, said, place = issue["type"], issue["msg"], dotted([root, *issue["loc"]])
-        if kind == "value_error":  # of a class, which may be used in several places
+        code, said, key = issue["type"], issue["msg"], dotted([root, *issue["loc"]])
+        if code == "value_error":  # of a class, which may be used in several places
             said = str(issue.get("ctx", {})["error"])
-            found.append(CLASS_NAME.sub(lambda _, at=place: f"{at}." if at else "", said))
-        elif kind == "extra_forbidden":
-            found.append(f"{place}: unknown key{hint(issue['loc'])}")
-        elif kind == "missing":
-            found.append(f"{place} is missing; set it")
-        elif kind == "refused":
-            found.append(f"{place} {said}")
+            texts.append(CLASS_NAME.sub(lambda _, at=key: f"{at}." if at else "", said))
+        elif code == "extra_forbidden":
+            texts.append(f"{key}: unknown key{hint(issue['loc'])}")
+        elif code == "missing":
+            texts.append(f"{key} is missing; set it")
+        elif code == "refused":
+            texts.append(f"{key} {said}")
         else:
-            should = SHOULD.get(kind, said.lower().replace("input", "it"))
-            found.append(f"{place or 'the recipe'} is {_shown(issue['input'])}; {should}")
-    return found
+            should = SHOULD.get(code, said.lower().replace("input", "it"))
+            texts.append(f"{key or 'the recipe'} is {_shown(issue['input'])}; {should}")
+    return texts
 
 
 def _shown(value: object) -> str:

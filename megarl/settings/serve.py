@@ -145,11 +145,11 @@ class ServeRewardConfig(Config):
             "environment.verifier is 'none', so that every score would be 0; set a verifier, or"
             " leave environment out and set reward_model or judge",
         )
-        found = [
+        names = [
             name for name in ("reward_model", "judge", "environment") if not self.is_default(name)
         ]
         require(
-            len(found) <= 1,
-            f"{' and '.join(found)} are both set, but one server serves one of them; start two, and"
+            len(names) <= 1,
+            f"{' and '.join(names)} are both set, but one server serves one of them; start two, and"
             " name both in environment.rewards of the training recipe",
         )

@@ -76,7 +76,9 @@ class ChoiceConfig(Config):
     def check(self) -> None:
         require(
             len(set(self.labels)) == len(self.labels) >= 2
-            and all(one.isascii() and (one.isupper() or one.isdigit()) for one in self.labels),
+            and all(
+                label.isascii() and (label.isupper() or label.isdigit()) for label in self.labels
+            ),
             f"ChoiceConfig.labels is '{self.labels}'; set at least two capital letters or digits,"
             " each once, such as 'ABCD'",
         )
