@@ -28,9 +28,8 @@ def check_address(
     variable: str = "environment.remote.token_variable",
 ) -> None:
     """Raise `ValueError` unless `name` is an address such as `http://host:8000/v1/score`, without
-    user, query or fragment; these may hold a secret, so the message does not repeat them. It names
-    `setting`, an address that ends with `path`, and `variable`, the recipe's key for the token's
-    environment variable.
+    user, query or fragment, which may hold a secret that the message must not repeat. It names
+    `setting`, an address that ends with `path`, and `variable`, the recipe's key for the token.
     """
     try:
         parts = urlsplit(name)

@@ -56,7 +56,6 @@ class AgentConfig(Config):
 
     @property
     def is_used(self) -> bool:
-        """Whether the recipe has an agent."""
         return bool(self.command or self.function)
 
     @property

@@ -14,11 +14,10 @@ class CodeConfig(Config):
     """
 
     sandbox: Protection = "auto"
-    """`namespaces`: programs run as another user in Linux namespaces of their own (processes,
-    mounts, network), see only the files that the interpreter needs, read-only, and have no
-    capabilities, a seccomp filter and limits. `rlimits`: only the limits; programs can read files
-    and use the network. `none`: only limits on wall time and output. `auto`: `namespaces`, or an
-    error where the kernel refuses."""
+    """`namespaces`: programs run as another user in Linux namespaces of their own, without network
+    and capabilities, and see only the files that the interpreter needs, under a seccomp filter and
+    limits. `rlimits`: only the limits. `none`: only limits on wall time and output. `auto`:
+    `namespaces`, or an error where the kernel refuses."""
     interpreter: tuple[CodeText, ...] = ()
     """Command that runs a program, whose path is added as its last word, such as `[python,
     tiny_language.py]`; programs see the files that it names. Empty: the running Python without site

@@ -95,8 +95,8 @@ class SampleConfig(Config):
     """Responses to each of `prompts`, at `rollout.temperature`."""
     keep: Literal["best", "all", "pairs"] = "best"
     """Of each prompt: `best`, the response with the highest reward; `all`, every response, with its
-    reward; `pairs`, the best and the worst, where their rewards differ. Empty responses are left
-    out, and those cut off at the token limit but as the worst."""
+    reward; `pairs`, the best and the worst, if their rewards differ. Empty responses are left out,
+    and cut off ones but as the worst."""
     min_reward: Annotated[float | None, Range(-1e9, 1e9)] = None
     """Leave out responses with less reward; of `pairs` only the chosen one must have it."""
     shown: Annotated[int, Range(1, 10_000)] = 4
@@ -124,9 +124,9 @@ class RunConfig(AnyRunConfig):
     critics: Annotated[dict[str, CriticConfig], Of("algorithm.advantage", FILE)] = {}
     """{name: value model} for an advantage of your own, which gets the values of each."""
     reward_models: dict[str, RewardModelRoleConfig] = {}
-    """{name: reward model}; each adds weight x score to the environment's reward. Set
-    `environment.correct` and `wrong` to 0 if the environment is only to say what is correct, or
-    `environment.verifier: none` if nothing is."""
+    """{name: reward model}; each adds weight x score to the environment's reward. Where the
+    environment is only to say what is correct, set `environment.correct` and `wrong` to 0; where
+    nothing is, `environment.verifier: none`."""
     prompts: PromptsConfig = section(PromptsConfig)
     environment: EnvironmentConfig = section(EnvironmentConfig)
     rollout: RolloutConfig = section(RolloutConfig)
@@ -367,9 +367,8 @@ __all__ = ["ServeRewardConfig"]
 
 
 def with_steps(config: C, num_rows: int) -> C:
-    """A copy whose `steps` follow from `epochs` for `num_rows` rows of data, rounded up; without
-    `epochs` the same object. Raises `ValueError` for too many steps, or a critic's warm-up that
-    lasts for all of them.
+    """A copy whose `steps` follow from `epochs` for `num_rows` rows of data; without `epochs` the
+    same. Raises `ValueError` for too many steps, or a critic's warm-up that lasts for all.
     """
     assert isinstance(config, AnyConfig)
     if config.epochs is None:
@@ -399,9 +398,8 @@ def longest_request(config: RunConfig) -> int:
 
 
 def made_with(config: RunConfig) -> str:
-    """Digest (32 hexadecimal digits) of the settings that determine what a finished rollout
-    contains and how old its weights may be. A resumed run keeps its checkpoint's finished rollouts
-    only if it is the same.
+    """Digest (32 hexadecimal digits) of the settings that determine a finished rollout and how old
+    its weights may be. A resumed run keeps its checkpoint's rollouts only if it is the same.
     """
     rollout = config.rollout.model_dump(exclude=NO_MATTER)
     is_penalised = config.algorithm.truncated == "penalise"
@@ -424,8 +422,8 @@ def patience_s(config: RunConfig, num_requests: int) -> float:
 
 
 def silence_s(config: RunConfig) -> float:
-    """Seconds without an engine step or verdict after which the run counts as stuck: what a hung
-    engine, its restarts, a slow verifier and an agent may take, plus a minute.
+    """Seconds without an engine step or verdict after which the run is stuck: what a hung engine,
+    its restarts, a slow verifier and an agent may take, plus a minute.
     """
     engine, environment = config.rollout.engine, config.environment
     restart_s = engine.stall_timeout_s + ENGINE_STARTS * engine.start_timeout_s
@@ -467,11 +465,9 @@ def read(
     overrides: Sequence[str] = (),
     say: Callable[[str], object] = str,
 ) -> C:
-    """Read the YAML recipe `file` as class `kind`, with settings replaced by the command line's
-    words `overrides`, `--section.key value`. `say` gets a line for each path that was found only in
-    the recipe's folder, and where `file` is the name of a recipe of megarl.
-
-    Raises `ValueError` with file, line, dotted key and problem.
+    """Read the YAML recipe `file` as class `kind`, changed by the command line's words `overrides`.
+    `say` gets a line for each path found only in the recipe's folder, and for a `file` that is the
+    name of a recipe of megarl. Raises `ValueError` with file, line, dotted key and problem.
     """
     path, lines = recipe_paths.recipe_path(file, say), {}
     tree = presets.spelled_out(recipe_file.read_tree(path, lines))
@@ -506,11 +502,9 @@ def from_tree(
     say: Callable[[str], object] = str,
     lines: dict[str, int] | None = None,
 ) -> C:
-    """Convert a recipe's nested dicts to class `kind`, with presets filled in and all checks.
-
-    Raises `ValueError` with all mistakes; `where` says where the dicts come from, and `lines` is
-    {dotted key: line}. `beside`: the recipe's folder, for relative paths that are not in the
-    working folder; `say` gets a line for each of them.
+    """Convert a recipe's nested dicts to class `kind`, with presets filled in. Raises `ValueError`
+    with all mistakes, for which `where` names the dicts and `lines` is {dotted key: line}. `say`
+    gets a line for each relative path that is only in the recipe's folder, `beside`.
     """
     folder = recipe_paths.Beside(beside)
     try:

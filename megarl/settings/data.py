@@ -94,9 +94,8 @@ class DataSetConfig(Config):
     turns are ordinary text."""
     too_long: TooLong = "refuse"
     """What becomes of rows with more than `max_tokens` (prompts: `max_prompt_tokens`): `refuse`, an
-    error before the run; `drop`, the row is left out; `truncate_left`, the prompt, in a
-    conversation what stands before the first reply, keeps its last tokens only, without the
-    template's beginning. Their number is told."""
+    error before the run; `drop`, left out; `truncate_left`, the prompt (of a conversation what
+    stands before the first reply) keeps its last tokens, without the template's beginning."""
     shuffle: bool = True
     """Shuffle every epoch, by the run's seed."""
     limit: Annotated[int | None, Range(1, 10**9)] = None
@@ -115,7 +114,7 @@ class PromptsConfig(DataSetConfig):
     sources: tuple[PromptSourceConfig, ...] = ()
     """Several sources, instead of `source`: `[{source: a.jsonl, weight: 0.7, environment: math},
     ...]`. Of any n consecutive prompts each gives its weight x n, within the number of sources.
-    Each has its own epochs, and the settings of this section where it sets none."""
+    Each has its own epochs; other settings of this section are its defaults."""
     environment: str = ""
     """Name in `environment.mixture` of the verifier for all rows."""
     environment_column: Annotated[str, Excludes("environment")] = ""

@@ -76,9 +76,8 @@ class RemoteConfig(Config):
     longest_backoff_s: Annotated[float, Range(0.0, 3600.0)] = 2.0
     """Longest pause in seconds between two attempts."""
     breaker_failures: Annotated[int, Range(1, 10**6)] = 10
-    """Failed requests in a row (connection error, time-out, 429, 5xx) after which the server gets
-    nothing for `breaker_pause_s`, then one request as a probe. Waiting responses use up their time
-    limit, not their attempts."""
+    """Failed requests in a row after which the server gets nothing for `breaker_pause_s`, then one
+    request as a probe. Waiting responses use up their time limit, not their attempts."""
     breaker_pause_s: Annotated[float, Range(0.01, 3600.0)] = 1.0
     """Seconds between two probes of a failed server."""
 
@@ -212,9 +211,9 @@ class EnvironmentConfig(Config):
     """Reward of a rollout without a score: cut off (`require_stop`), or failed with `on_failure:
     wrong`. null: that of a wrong answer."""
     on_failure: Literal["leave_out", "wrong"] = "leave_out"
-    """What becomes of a rollout whose verifier, session or agent failed: `leave_out`, it is not
-    trained on, counts in no mean and is replaced once; `wrong`, it has the reward `unscored`. A
-    function that uses up its time limit on a response makes it wrong, not failed."""
+    """What becomes of a rollout whose verifier, session or agent failed: `leave_out`, it counts
+    nowhere and is replaced once; `wrong`, it has the reward `unscored`. A function that uses up its
+    time limit on a response makes it wrong, not failed."""
     require_stop: bool = True
     """A response that was cut off at the token limit is wrong."""
     overlong: OverlongConfig = section(OverlongConfig)
@@ -230,10 +229,10 @@ class EnvironmentConfig(Config):
     """Memory of a worker process in MiB (Linux). null: 512 for a built-in verifier, no limit for
     your file."""
     isolate: bool = True
-    """Keep the process of your file, or of tools, from reading variables and memory of other
-    processes and from signalling them (Linux with Landlock), and from environment variables with
-    the words TOKEN, KEY, SECRET, PASSWORD or CREDENTIALS. Set it to false for programs that change
-    the user, such as sudo or rootless Podman."""
+    """Isolate your file's process, or tools (Linux with Landlock): it cannot read variables and
+    memory of other processes nor signal them, and has no environment variables with the words
+    TOKEN, KEY, SECRET, PASSWORD or CREDENTIALS. Set it to false for programs that change the user,
+    such as sudo or rootless Podman."""
     pass_variables: tuple[str, ...] = ()
     """Environment variables that isolated processes and MCP servers get all the same, such as
     `[OPENAI_API_KEY]`. Their values are written nowhere."""

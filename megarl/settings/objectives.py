@@ -150,9 +150,9 @@ class AlgorithmConfig(Config):
     advantage: Annotated[str, ADVANTAGE] = "grpo"
     """How rewards become advantages: a name in `ADVANTAGES` (one number a sample) or
     `TOKEN_ADVANTAGES` (one a token) of megarl.objectives, or a function of your own
-    (docs/reference_extending.md). With `kl.where: reward`, `reinforce_plus_plus` charges a token
-    for the KL of its whole sequence, and `reinforce_plus_plus_tokens` from the token on
-    (arXiv:2501.03262, eq. 8)."""
+    (docs/reference_extending.md). KL in the reward is of the whole sequence in
+    `reinforce_plus_plus`, from the token on in `reinforce_plus_plus_tokens` (arXiv:2501.03262, eq.
+    8)."""
     credit: Annotated[Literal["response", "turn"], Of("advantage", *COMPARING, FILE)] = "response"
     """What an advantage is of, in rollouts of several turns: `response`, all tokens by the total
     reward; `turn`, each turn by the rewards from it on, compared with the same turn of the group's
@@ -185,10 +185,10 @@ class AlgorithmConfig(Config):
     kl: KLConfig = section(KLConfig)
     correction: Annotated[CorrectionConfig, BY_TRAINER] = section(CorrectionConfig)
     truncated: TruncatedName = "train"
-    """What becomes of a rollout that was cut off, at the limit of tokens or turns: `train`, as any
-    other; `leave_out`, its tokens are neither trained on nor counted, but its reward counts in its
-    group (DAPO's overlong filtering, arXiv:2503.14476, 3.4); `penalise`, its reward has DAPO's
-    length penalty -1, which `environment.overlong` lets begin before."""
+    """What becomes of a rollout that was cut off: `train`, as any other; `leave_out`, its tokens
+    are neither trained on nor counted, but its reward counts in its group (DAPO's overlong
+    filtering, arXiv:2503.14476, 3.4); `penalise`, its reward has DAPO's length penalty -1, which
+    may begin before (`environment.overlong`)."""
     old_logprobs: Annotated[Literal["trainer", "engine"], OF_A_RATIO] = "trainer"
     """Denominator of the ratio: log-probs that the trainer computes before the step's first update,
     or those of the engine that sampled."""

@@ -2,9 +2,8 @@
 
     algorithm: gspo                    algorithm: {preset: gspo, entropy_coefficient: 0.01}
 
-A preset fills in the settings that the recipe leaves out; one that contradicts it is refused.
-
-To add one, add its settings to `PRESETS` and its name to `PresetName` in `settings/objectives.py`.
+A setting that contradicts the preset is refused. To add one, add its settings to `PRESETS` and its
+name to `PresetName` in `settings/objectives.py`.
 """
 
 from typing import Any

@@ -56,9 +56,8 @@ class _Loader(yaml.SafeLoader):
     num_values = 0
 
     def value(self, node: yaml.Node, lines: dict[str, int], key: str = "", depth: int = 0) -> Any:
-        """The value of the node at the dotted path `key` and nesting `depth`; adds {dotted key:
-        line, from 1} of it and all in it to `lines`. Raises `yaml.YAMLError` for what a recipe must
-        not have.
+        """The value of a node; adds {dotted key: line, from 1} of it and all in it to `lines`.
+        Raises `yaml.YAMLError` for what a recipe must not have.
         """
         self.num_values += 1
         if depth > DEEPEST:  # also a list that contains itself
@@ -158,9 +157,7 @@ def dump_yaml(tree: Any) -> str:
 
 def parse_yaml(text: str, lines: dict[str, int] | None = None) -> Any:
     """The value of a YAML text, None for an empty one; adds {dotted key: line, from 1} to `lines`.
-
-    Raises `ValueError` for what is not YAML or must not be in a recipe. The message continues the
-    text's name, as in ", line 3: the key ...".
+    Raises `ValueError`, which continues the text's name, as in ", line 3: the key ...".
     """
     try:
         loader = _Loader(text)
@@ -179,9 +176,8 @@ def parse_yaml(text: str, lines: dict[str, int] | None = None) -> Any:
 
 
 def read_tree(path: Path, lines: dict[str, int] | None = None) -> dict[str, Any]:
-    """Read a YAML recipe as nested dicts; {} for an empty file; adds {dotted key: line, from 1} to
-    `lines`. Raises `ValueError` with file and line for a file that is missing, too large, or no
-    mapping.
+    """Read a YAML recipe as nested dicts; adds {dotted key: line, from 1} to `lines`. Raises
+    `ValueError` with file and line.
     """
     inside = path / "recipe.yaml"
     try:
@@ -216,9 +212,9 @@ def is_section(kind: Any) -> TypeGuard[type[Config]]:
 
 
 def walk(kind: Any, keys: Sequence[int | str]) -> tuple[Any, int]:
-    """Follow a path of keys through the settings of class `kind` as far as they are known. Returns
-    (type of the setting reached, number of keys followed). A list's items have their index as key;
-    all names in a dict are known.
+    """Follow a path of keys through the settings of class `kind`. Returns (type of the setting
+    reached, number of known keys). A list's items have their index as key; all names in a dict are
+    known.
     """
     for depth, key in enumerate(keys):
         inner = typing.get_args(kind)
@@ -237,8 +233,8 @@ def has_key(kind: Any, key: str) -> bool:
 
 
 def hint(kind: Any, keys: Sequence[int | str]) -> str:
-    """Advice about an unknown key at the path `keys`, beginning with "; ": its new name, what
-    another library's name is called here, the most similar key, or all keys.
+    """Advice about an unknown key, beginning with "; ": its new name, what another library's name
+    is called here, the most similar key, or all keys.
     """
     at, depth = walk(kind, keys)
     if new := RENAMED.get(dotted(keys[: depth + 1])):
@@ -264,9 +260,9 @@ def put(tree: dict[str, Any], keys: Sequence[str], value: Any) -> None:
 
 def override(tree: dict[str, Any], kind: Any, words: Sequence[str]) -> list[str]:
     """Change `tree` in place by a command line's words, `--section.key value` or
-    `--section.key=value`; several values make a list. Values are YAML, read by the setting's type
-    in class `kind`; unknown keys are set too. Returns the dotted keys that were set, with those of
-    their sections. Raises `ValueError` for a word that is no setting.
+    `--section.key=value`; several values make a list. Unknown keys are set too. Returns the dotted
+    keys that were set, with those of their sections. Raises `ValueError` for a word that is no
+    setting.
     """
     changed, left = [], list(words)
     while left:

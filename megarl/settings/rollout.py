@@ -115,23 +115,21 @@ class RolloutConfig(Config):
     synchronous."""
     dispatch: DispatchName = "ordered"
     """`ordered`: steps use groups in the order of the data and can be repeated exactly; one long
-    answer holds its step back. `windowed`: steps use groups as they finish, and reject those older
-    than `max_staleness`. Slow groups are then trained on less often, a bias towards short answers
-    (measured: 14 tokens in the mean instead of 69)."""
+    answer holds its step back. `windowed`: steps use groups as they finish and reject those older
+    than `max_staleness`, a bias towards short answers (measured: 14 tokens in the mean instead of
+    69)."""
     max_open_groups: Annotated[int | None, Range(1, MOST_SAMPLES), WINDOWED] = None
     """`windowed` only: most groups that are started and neither trained nor rejected; null: (1 +
     max_staleness) x groups_per_step. More keep the engines fuller, and more are rejected as
     stale."""
     dynamic_sampling: DynamicSamplingConfig = section(DynamicSamplingConfig)
     filter: Annotated[str, FILTER, Of("dynamic_sampling.enabled")] = ""
-    """Which groups are trained on: `differing`, those whose rewards are not all equal; `all`; or a
+    """Which groups are trained on: `differing`, whose rewards are not all equal; `all`; or a
     function of your own (docs/reference_extending.md). Empty: `differing` with a built-in
-    `algorithm.advantage` that compares the samples of a group, otherwise (`remax`,
-    `reinforce_plus_plus`, `reinforce_plus_plus_tokens`, `gae`, your own, `task: distill`) `all`."""
+    `algorithm.advantage` that compares the samples of a group, else `all`."""
     request_timeout_s: Annotated[float, Range(0.1, LONGEST_WAIT_S)] = 600.0
-    """Seconds for a generation request, beyond which the run ends; time in which the engine is
-    paused does not count. More than `engine.stall_timeout_s`, after which a hung engine is
-    replaced."""
+    """Seconds for a generation request, without pauses of the engine, beyond which the run ends.
+    More than `engine.stall_timeout_s`, after which a hung engine is replaced."""
 
     def check(self) -> None:
         require(

@@ -1,10 +1,8 @@
 """The basis of every configuration class: frozen pydantic models that check themselves.
 
-What a setting may be is declared beside its type:
-
-    steps: Annotated[int, Range(1, MOST_STEPS)] = 100
-    folder: Annotated[str, Needs("set it to where the run may write")] = ""
-    sapo_positive: Annotated[float, Range(1e-3, 1e3), Of("loss", "sapo")] = 1.0
+steps: Annotated[int, Range(1, MOST_STEPS)] = 100
+folder: Annotated[str, Needs("set it to where the run may write")] = ""
+sapo_positive: Annotated[float, Range(1e-3, 1e3), Of("loss", "sapo")] = 1.0
 """
 
 import dataclasses
@@ -40,7 +38,6 @@ class Range:
         return core_schema.no_info_after_validator_function(self.checked, handler(source))
 
     def checked(self, value: Any) -> Any:
-        """The value unchanged; raises `PydanticCustomError` if a number is out of range."""
         numbers = value if isinstance(value, tuple) else (value,)
         for n in value.values() if isinstance(value, dict) else numbers:
             if not (n is None or (self.or_zero and n == 0) or self.low <= n <= self.high):
@@ -60,19 +57,15 @@ def is_own(name: object) -> bool:
 
 
 class Of:
-    """Marks a setting, as in `Annotated[float, Of("loss", "sapo")]`, that must have its default
-    unless the setting `key` of its class, dotted for one in a section, has one of `values`, or
-    without `values` is not empty, 0, false or null.
-
-    `why`: reason in the message instead of the value of `key`. `fix`: advice instead of setting
-    `key`; "" for none.
+    """Marks a setting that must have its default unless the setting `key` of its class (dotted for
+    one in a section) has one of `values`, or without `values` is set at all. `why` and `fix`:
+    reason and advice in the message instead of its own; "" for no advice.
     """
 
     def __init__(self, key: str, *values: object, why: str = "", fix: str | None = None) -> None:
         self.key, self.values, self.why, self.fix = key, values, why, fix
 
     def check(self, owner: "Config", name: str) -> None:
-        """Raise `ValueError` if the setting `name` of `owner` has no effect but is set."""
         value = operator.attrgetter(self.key)(owner)
         if owner.is_default(name) or (value in self.values if self.values else value):
             return
@@ -94,7 +87,6 @@ class Excludes:
         self.key, self.why = key, why
 
     def check(self, owner: "Config", name: str) -> None:
-        """Raise `ValueError` if the settings `name` and `key` of `owner` are both set."""
         other = f"beside {type(owner).__name__}.{self.key}{self.why and f', {self.why}'}"
         is_alone = owner.is_default(name) or owner.is_default(self.key)
         require(is_alone, f"{owner.told(name)} {other}; set one of the two")
@@ -109,7 +101,6 @@ class Needs:
         self.fix, self.key = fix, key
 
     def check(self, owner: "Config", name: str) -> None:
-        """Raise `ValueError` if the setting `name` of `owner` is empty."""
         key = f"{name}.{self.key}" if self.key else name
         full = f"{type(owner).__name__}.{key}"
         require(operator.attrgetter(key)(owner), f"{full} is empty; {self.fix}")
@@ -124,7 +115,6 @@ class Without:
         self.keys, self.why = keys, why
 
     def check(self, owner: "Config", name: str) -> None:
-        """Raise `ValueError` if the setting `name` of `owner` is set."""
         for path in [f"{name}.{key}" for key in self.keys] or [name]:
             require(owner.is_default(path), f"{owner.told(path)}, {self.why}; leave it out")
 
@@ -170,8 +160,8 @@ class Config(BaseModel):
         """
 
     def is_default(self, key: str) -> bool:
-        """Whether the setting `key`, dotted for one in a section, has its default value; whether a
-        property is false.
+        """Whether a setting, dotted for one in a section, has its default value, or a property is
+        false.
         """
         *parents, last = key.split(".")
         section = functools.reduce(getattr, parents, self)
@@ -216,8 +206,8 @@ def replace(value: T, **changes: Any) -> T:
 
 
 def leaves(tree: object, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Iterate over (dotted key, value) in nested dicts. Items of tuples have keys of their own, as
-    in `prompts.sources[0].weight`; a list is one value. `prefix`: dotted key of `tree`.
+    """Iterate over (dotted key, value) in nested dicts below the key `prefix`. Items of tuples have
+    keys of their own, as in `prompts.sources[0].weight`; a list is one value.
     """
     if isinstance(tree, dict | tuple) and tree:
         inner = tree.items() if isinstance(tree, dict) else enumerate(tree)
@@ -244,10 +234,8 @@ def problems(
     root: str = "",
 ) -> list[str]:
     """The mistakes in pydantic's error, each as one text with the dotted key, what was found and
-    what to set.
-
-    `hint`: from the path of an unknown key to what the text says after "unknown key". `root`:
-    dotted key of the checked object.
+    what to set. `hint` gives what the text says after "unknown key"; `root` is the checked object's
+    key.
     """
     texts = []
     for issue in error.errors(include_url=False):

@@ -31,7 +31,6 @@ class ToolsConfig(Config):
 
     @property
     def are_used(self) -> bool:
-        """Whether the recipe has a tool."""
         return bool(self.functions or self.servers)
 
     def check(self) -> None:

@@ -92,17 +92,17 @@ class SequenceConfig(Config):
     """How sequence-parallel ranks (`layout.sequence`) share the attention of a packed sequence."""
 
     transport: Literal["auto", "ring", "ring_lean", "all_gather"] = "auto"
-    """How keys and values reach the other ranks: `ring`, overlapped with computation; `ring_lean`,
-    one block at a time with less memory; or one `all_gather`. auto: ring_lean on CPUs, where
-    overlap gains nothing, ring on GPUs."""
+    """How keys and values reach the other ranks: a `ring`, overlapped with computation;
+    `ring_lean`, one block at a time with less memory; one `all_gather`. auto: ring_lean on CPUs,
+    ring on GPUs."""
     ulysses: Annotated[int, Range(1, MOST_RANKS)] = 1
     """DeepSpeed-Ulysses degree: so many neighbouring ranks exchange tokens for heads by all-to-all.
     If it equals layout.sequence, keys and values are not exchanged further."""
     cut: Literal["auto", "contiguous", "zigzag", "zigzag_document", "striped"] = "auto"
     """Which tokens each rank holds; auto: the most even work for each packed sequence."""
     block: Literal["auto", "cpu", "triton", "flash", "reference"] = "auto"
-    """Kernel of attention between the tokens of two ranks, and on one rank of attention with shared
-    prefixes, sliding windows, soft caps or sinks. auto: triton on GPUs, else cpu; flash is torch's
+    """Kernel of attention between two ranks' tokens, and on one rank with shared prefixes, sliding
+    windows, soft caps or sinks. auto: triton on GPUs, else cpu; flash is torch's
     FlashAttention-2."""
 
 
@@ -156,7 +156,6 @@ class LoraConfig(Config):
 
     @property
     def is_on(self) -> bool:
-        """Whether adapters are trained."""
         return self.rank > 0
 
 
@@ -168,9 +167,9 @@ class CriticOptimizerConfig(OptimizerConfig):
 
 
 class CriticConfig(RoleConfig):
-    """A critic, which predicts the return from each state; for `advantage: gae`, or in `critics`
-    for an advantage of your own. It starts with its model's weights and a value head that predicts
-    0, and is trained on the policy's mini-batches and epochs.
+    """A critic, which predicts returns; for `advantage: gae`, or in `critics` for your own. It
+    starts with its model's weights and a value head that predicts 0, and learns on the policy's
+    mini-batches.
     """
 
     optimizer: CriticOptimizerConfig = section(CriticOptimizerConfig)
@@ -214,19 +213,18 @@ class CheckpointConfig(Config):
     """Newest checkpoints to keep."""
     best: str = ""
     """Also keep the checkpoint with the highest value of this metric of evaluations, such as
-    eval/accuracy, or the lowest, as in min:eval/loss; of equal ones the newest. Each step with an
-    evaluation then gets a checkpoint."""
+    eval/accuracy, or the lowest, as in min:eval/loss. Each step with an evaluation then gets a
+    checkpoint."""
     background: bool = True
     """Train on while a checkpoint is written from a copy in the host's memory: the weights and 12
-    bytes a trained parameter, divided among the ranks. Not if less than a tenth of that memory
-    would be left."""
+    bytes a trained parameter, divided among the ranks; not if that leaves less than a tenth
+    free."""
     save_within_s: Annotated[float, Range(1.0, LONGEST_WAIT_S)] = 6.0
-    """Seconds after SIGTERM or Ctrl-C in which the step and its checkpoint must be finished, else
-    there is none. The launcher must wait longer: `megarl run` does, torchrun needs
-    --shutdown-timeout."""
+    """Seconds after SIGTERM or Ctrl-C for the step and its checkpoint. The launcher must wait
+    longer: `megarl run` does, torchrun needs --shutdown-timeout."""
     owner_timeout_s: Annotated[float, Range(15.0, LONGEST_WAIT_S)] = 60.0
-    """Seconds without a sign of life (one every 5 seconds) after which another run on another host
-    may take over the run folder. On one host the process itself is looked for."""
+    """Seconds without a sign of life (one every 5 seconds) after which a run on another host may
+    take over the run folder."""
 
     @property
     def minutes(self) -> float:
@@ -249,14 +247,13 @@ class TrainingConfig(Config):
     gradients, 3 also parameters."""
     precision: Precision = "float32"
     """Dtype of weights and activations; in 16 bit the optimizer keeps float32 master weights.
-    float16, for GPUs without bfloat16: the loss is scaled, and a step whose gradients overflow is
-    repeated with half the scale. bfloat16x2, on CPUs: float32 whose matrix products are sums of
-    bfloat16 products, which is faster with AMX. auto, told at the start: bfloat16x2 with AMX; on
-    GPUs with a ZeRO stage of 1 or more bfloat16, else float16; else float32."""
+    float16, for GPUs without bfloat16, scales the loss and repeats steps that overflow. bfloat16x2,
+    for CPUs, is float32 with matrix products of bfloat16 numbers, faster with AMX. auto: bfloat16x2
+    with AMX; on GPUs with ZeRO bfloat16, else float16; else float32; the start says which."""
     reduce_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype in which gradients are summed over data x sequence ranks; auto: that of weights and
-    activations. float32 sends twice the bytes; with two ranks both were equally far from float32
-    training (2.3 %), with more ranks bfloat16 rounds more often."""
+    activations. float32 sends twice the bytes and rounds less with many ranks; with two there is no
+    difference."""
     num_mini_batches: Annotated[int, Range(1, MOST_SAMPLES)] = 1
     """Parts of each step's batch, with an optimizer step each; after the first, training is
     off-policy."""
@@ -266,13 +263,12 @@ class TrainingConfig(Config):
     """Most tokens of a packed sequence for each rank, times `layout.sequence` for the whole; a
     longer sample is packed alone."""
     share_prefix: SharePrefix = "auto"
-    """Compute a common prefix, such as a group's prompt, once for all samples of a packed sequence:
-    where that saves at least a sixteenth of their tokens (auto), any token (on), or never."""
+    """Compute a common prefix, such as a group's prompt, once for the samples of a packed sequence:
+    where that saves a sixteenth of their tokens (auto), any token (on), or never."""
     attention: Literal["auto", "torch", "flash_attn", "reference"] = "auto"
     """Kernel of attention within documents, on one rank: torch's; flash-attn's (GPU, 16 bit); auto,
-    FlashAttention-4 where it is installed and supports the GPU, else torch's; or matrix products,
-    to compare with. For sequence parallelism, shared prefixes, sliding windows, soft caps and sinks
-    see `sequence.block`."""
+    FlashAttention-4 where it is installed and fits the GPU, else torch's; or matrix products, to
+    compare with. See also `sequence.block`."""
     norms: Literal["model", "torch"] = "model"
     """RMSNorm by the model's code, of several kernels, or by torch's, one kernel on a GPU. In 16
     bit they round differently."""
@@ -289,28 +285,26 @@ class TrainingConfig(Config):
     offload_gradients: Annotated[
         Literal["step", "micro_batch"], Of("offload_optimizer", True), Of("zero_stage", 3)
     ] = "step"
-    """When `offload_optimizer` moves gradients to the host. step: once an optimizer step; their
-    float32 sums stay on the device until then. micro_batch (ZeRO 3): in every micro-batch and back;
-    slower, with less memory. Roles with a ZeRO stage 1 or 2 of their own move them once a step."""
+    """When `offload_optimizer` moves gradients to the host: once an optimizer step, with float32
+    sums on the device until then; or (ZeRO 3) in every micro-batch and back, which is slower and
+    needs less memory."""
     max_skipped_steps: Annotated[int, Range(0, MOST_STEPS)] = 0
-    """How often policy and critic may each skip an optimizer step because a log-prob, value, loss
-    or gradient is not finite; a continued run counts anew. A skipped step changes nothing. Once
-    more ends the run."""
+    """Optimizer steps that policy and critic may each skip because a log-prob, value, loss or
+    gradient is not finite; a continued run counts anew. One more ends the run."""
     max_empty_steps: Annotated[int, Range(1, MOST_STEPS)] = 5
-    """Steps in a row without a trained token, as dynamic sampling rejected every group, that end
-    the run. After the first update only steps count in which most responses were wrong."""
+    """Steps in a row without a trained token, after dynamic sampling, that end the run. After the
+    first update only those count in which most responses were wrong."""
     lora: Annotated[LoraConfig, Of("tensor_backend", "plan")] = section(LoraConfig)
     optimizer: OptimizerConfig = section(OptimizerConfig)
     schedule: ScheduleConfig = section(ScheduleConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     num_threads: Annotated[int, Range(0, 1024)] = 0
-    """CPU threads of each trainer rank. 0: OMP_NUM_THREADS, which `torchrun` sets to 1; without it
-    the machine's cores divided among its ranks, half of them with `rollout.max_staleness` above
-    0."""
+    """CPU threads of each trainer rank. 0: OMP_NUM_THREADS, which `torchrun` sets to 1, or the
+    machine's cores divided among its ranks; half of them with `rollout.max_staleness` above 0."""
     collective_timeout_s: Annotated[float, Range(1.0, LONGEST_WAIT_S)] = 720.0
-    """Seconds that a collective may take, also while other ranks wait for rank 0 to read the data;
-    then the run ends with an error. Where roles have ranks of their own: seconds without a sign of
-    life of rank 0; waiting for another role to load, score or train may take ten times as long."""
+    """Seconds for a collective, also while ranks wait for rank 0 to read the data; beyond it the
+    run ends. Where roles have ranks of their own: seconds without a sign of life of rank 0; another
+    role may take ten times as long to load, score or train a step."""
 
     @property
     def dtype(self) -> DtypeName:
@@ -323,7 +317,6 @@ class TrainingConfig(Config):
 
     @property
     def reduced_dtype(self) -> DtypeName:
-        """Dtype in which gradients are summed over ranks."""
         return self.dtype if self.reduce_dtype == "auto" else self.reduce_dtype
 
     @property
