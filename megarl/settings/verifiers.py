@@ -118,7 +118,7 @@ class LengthConfig(Config):
     arXiv:2502.03373. `l1_exact` and `l1_max`: the rewards of arXiv:2503.04697 for a target
     length."""
     unit: Literal["tokens", "characters"] = "tokens"
-    """What is counted: generated tokens, or characters, as reward servers can only."""
+    """What is counted: generated tokens, or characters, the only unit of a reward server."""
     shortest: Annotated[int, Range(0, MOST_TOKENS), Of("kind", "linear")] = 0
     """Of `linear`: length up to which the reward is 1."""
     longest: Annotated[int, Range(0, MOST_TOKENS), Of("kind", "linear", "cosine")] = 0
