@@ -1,6 +1,4 @@
-"""Addresses of reward servers and MCP servers that a recipe names, and the bearer tokens for them:
-which are allowed.
-"""
+"""Addresses of reward servers and MCP servers, and the bearer tokens for them."""
 
 from __future__ import annotations
 
@@ -12,13 +10,13 @@ from urllib.parse import urlsplit
 from megarl.settings.schema import require
 
 SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD|CREDENTIALS?)(_|$)", re.IGNORECASE)
-"""Pattern of environment variable names that an isolated verifier's process does not have."""
+"""Environment variables that an isolated verifier's process does not have."""
 VARIABLE = re.compile(r"[A-Z][A-Z0-9_]{0,63}")
 
 
 def is_remote(name: str) -> bool:
-    """Whether `name`, the value of a recipe's setting for a verifier, reward function or tool
-    server, is an address: begins with http:// or https://.
+    """Whether a verifier, reward function or tool server is an address: begins with http:// or
+    https://.
     """
     return name.lower().startswith(("http://", "https://"))
 
@@ -30,10 +28,8 @@ def check_address(
     variable: str = "environment.remote.token_variable",
 ) -> None:
     """Raise `ValueError` unless `name` is an address such as `http://host:8000/v1/score`, without
-    user, query or fragment. As these may hold a secret, the message does not repeat them. The other
-    parameters are for the message: `setting` is the recipe's key for the address, `path` ends the
-    address that the message proposes, and `variable` is the recipe's key for the environment
-    variable with the token.
+    user, query or fragment, which may hold a secret that the message must not repeat. It names
+    `setting`, an address that ends with `path`, and `variable`, the recipe's key for the token.
     """
     try:
         parts = urlsplit(name)
@@ -54,11 +50,9 @@ def check_address(
 
 
 def check_variable(name: str, setting: str) -> None:
-    """Raise `ValueError` unless `name` is empty or the name of an environment variable for a
-    secret, such as REWARD_TOKEN: capital letters, digits and underscores, where one of the words
-    between underscores is TOKEN, KEY, SECRET, PASSWORD or CREDENTIALS. Variables of such names are
-    kept from verifiers. The message names `setting`, the recipe's key, and does not repeat `name`,
-    which may be a token set there by mistake.
+    """Raise `ValueError` unless `name` is empty or an environment variable for a secret, such as
+    REWARD_TOKEN, which verifiers do not get. The message names `setting` and does not repeat
+    `name`, which may be a token set by mistake.
     """
     require(
         not name or bool(VARIABLE.fullmatch(name) and SECRET.search(name)),
@@ -70,17 +64,14 @@ def check_variable(name: str, setting: str) -> None:
 
 @dataclass(frozen=True)
 class Token:
-    """The bearer token, `value`, that requests to reward servers or MCP servers carry. `repr` and
-    logs of the object do not show the text.
-    """
+    """The bearer token of requests to servers, which `repr` and logs do not show."""
 
     value: str = field(repr=False)
 
 
 def read_token(variable: str, setting: str) -> Token | None:
-    """The token in the environment variable `variable` of this process; None if `variable` is "".
-    `setting`: the recipe's key that names the variable, for messages. Raises `ValueError` if the
-    variable is not set or empty, or holds spaces, line breaks or characters beyond ASCII.
+    """The token in the environment variable that `setting` names; None for "". Raises `ValueError`
+    if it is not set or empty, or holds spaces, line breaks or characters beyond ASCII.
     """
     if not variable:
         return None

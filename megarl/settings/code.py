@@ -1,6 +1,4 @@
-"""Settings of the verifier `code`, which runs the programs that a model writes: which tests a
-program must pass, and what it may use.
-"""
+"""Settings of the verifier `code`, which runs the programs that a model writes."""
 
 from typing import Annotated, Literal
 
@@ -11,49 +9,45 @@ Protection = Literal["auto", "namespaces", "rlimits", "none"]
 
 
 class CodeConfig(Config):
-    """The verifier `code`, which extracts a program from a response, runs it in a sandbox against
-    the tests of the prompt's row and scores it by the tests passed: where the tests are, and the
-    limits.
+    """The verifier `code`: the response's program runs in a sandbox against the tests of the
+    prompt's row.
     """
 
     sandbox: Protection = "auto"
-    """`namespaces`: programs run as another user in Linux namespaces of their own (processes,
-    mounts, network), with a read-only file system of which they see only what the interpreter
-    needs, without capabilities, under a seccomp filter and limits. `rlimits`: only the limits;
-    programs can read files and use the network. `none`: only the limits on wall time and output.
-    `auto`: `namespaces`, or an error where the kernel refuses those."""
+    """`namespaces`: programs run as another user in Linux namespaces of their own, without network
+    and capabilities, and see only the files that the interpreter needs, under a seccomp filter and
+    limits. `rlimits`: only the limits. `none`: only limits on wall time and output. `auto`:
+    `namespaces`, or an error where the kernel refuses."""
     interpreter: tuple[CodeText, ...] = ()
-    """Command that runs a program; the path of the program is added as its last word. Empty: the
-    running Python without site packages. For another language, for example
-    `[python, tiny_language.py]`. Words that name files are made visible to programs."""
+    """Command that runs a program, whose path is added as its last word, such as `[python,
+    tiny_language.py]`; programs see the files that it names. Empty: the running Python without site
+    packages."""
     visible: tuple[PathText, ...] = ()
-    """Further files and folders that programs may read, such as a folder of packages."""
+    """Further files and folders that programs may read."""
     tests_column: str = ""
     """Column with the tests. Empty: the first of `input_output`, `test_list`, `test`,
-    `public_test_cases`, `private_test_cases`, `tests` and `test_cases` that the row has; the tests
-    of `public_test_cases` and `private_test_cases` are added up."""
+    `public_test_cases` with `private_test_cases`, `tests` and `test_cases` that the row has."""
     fence_required: bool = False
-    """A response without a fenced block counts as wrong. Otherwise the whole response is the
-    program."""
+    """A response without a fenced block is wrong. Otherwise all of it is the program."""
     partial: bool = False
-    """The score is the fraction of tests passed. Otherwise it is 1 if all pass, else 0, and the
-    first failed test ends the run of the program."""
+    """The score is the share of tests passed. Otherwise it is 1 if all pass, else 0, and the first
+    failed test ends the program."""
     tolerance: Annotated[float, Range(0.0, 1.0)] = 0.0
     """Allowed difference of a number with a decimal point or exponent, relative to the expected
-    number, or absolute where that is below 1. 0: the numbers must be equal."""
+    number, or absolute where that is below 1."""
     max_tests: Annotated[int, Range(1, 10**6)] = 100
-    """Most tests of a row that are run: the first ones."""
+    """Most tests of a row that are run, the first ones."""
     time_limit_s: Annotated[float, Range(0.01, 3600.0)] = 4.0
-    """Seconds of wall time and of CPU time for one test. All tests of a response together have
-    0.9 times `environment.time_limit_s`; a test that is not reached within it has failed."""
+    """Seconds of wall and CPU time for one test. All tests of a response have 0.9 times
+    `environment.time_limit_s`; those not reached have failed."""
     memory_mib: Annotated[int, Range(16, 2**20)] = 512
-    """Memory of a program in MiB: of each of its processes, and of all of them together."""
+    """MiB of memory of a program's processes, each and all together."""
     processes: Annotated[int, Range(1, 4096)] = 16
-    """Most processes and threads of a program at the same time."""
+    """Most processes and threads of a program."""
     file_mib: Annotated[int, Range(1, 2**20)] = 16
-    """Size of the temporary folder of a program, and of a file in it, in MiB."""
+    """MiB of a program's temporary folder, and of a file in it."""
     output_kib: Annotated[int, Range(1, 2**20)] = 1024
-    """Most output of a test in KiB; a program that writes more has failed the test."""
+    """Most KiB of output of a test; one that writes more has failed."""
 
     def check(self) -> None:
         require(

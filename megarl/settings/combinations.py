@@ -1,6 +1,4 @@
-"""Checks of settings of `task: rl` and `task: distill` that are right by themselves but do not
-fit each other.
-"""
+"""Checks of settings of `task: rl` and `task: distill` that do not fit each other."""
 
 from __future__ import annotations
 
@@ -24,16 +22,15 @@ if TYPE_CHECKING:
 
 
 CODE = (".py", ".sh")
-"""Suffixes of files that are no data, where a pattern of data matches them."""
+"""Suffixes of files that are no data, where a pattern matches them."""
 TELL_S = 60.0
-"""Seconds by which rank 0 gives up before the ranks that wait for it: otherwise these would end the
-run, with an error that does not name the engine."""
+"""Seconds by which rank 0 gives up before the ranks that wait for it, whose error would not name
+the engine."""
 
 
 def check_run_settings(config: RunConfig, longest: int) -> None:
-    """Raise `ValueError`, with what to set, if two settings of a `task: rl` or `task: distill` do
-    not go together, such as a batch size and the number of mini-batches. `longest`: the most tokens
-    that a prompt and its response may have together.
+    """Raise `ValueError`, with what to set, if settings do not go together. `longest`: most tokens
+    of a prompt and its response together.
     """
     require(config.prompts.names_data, "prompts.source is empty; set it to a data file or hub name")
     check_engines(config, longest)
@@ -68,10 +65,8 @@ def check_run_settings(config: RunConfig, longest: int) -> None:
 
 
 def check_engines(config: RunConfig, longest: int) -> None:
-    """Raise `ValueError` if `training.collective_timeout_s` is shorter than the engines may take to
-    start or to receive weights, if `rollout.request_timeout_s` would end before a hung engine is
-    replaced, or if `rollout.engine.max_batched_tokens` is below `max_num_sequences`. `longest`:
-    most tokens of one prompt and its response together.
+    """Raise `ValueError` for time limits that end the run before engines can start, receive weights
+    or be replaced, or for a step of an engine with fewer tokens than sequences.
     """
     start_s, wait_s = config.rollout.engine.start_timeout_s, config.training.collective_timeout_s
     require(
@@ -106,9 +101,8 @@ def check_engines(config: RunConfig, longest: int) -> None:
 
 
 def check_truncation(config: RunConfig) -> None:
-    """Raise `ValueError` if the engines sample from a truncated distribution (top-p, top-k or
-    min-p), whose log-probs the trainer does not compute, unless `algorithm.old_logprobs` is
-    'engine'.
+    """Raise `ValueError` if engines sample from a truncated distribution, whose log-probs the
+    trainer does not compute, without `old_logprobs: engine`.
     """
     for name, value in config.rollout.sampling.truncation.items():
         require(
@@ -120,66 +114,63 @@ def check_truncation(config: RunConfig) -> None:
 
 
 def check_tool_variables(config: RunConfig) -> None:
-    """Raise `ValueError` if training and held-out prompts have different variables of the chat
-    template while tools are set: the results of tool calls are written with one set of variables.
+    """Raise `ValueError` if prompts have different template variables beside tools, whose results
+    are written with one set.
     """
     if not config.environment.tools.are_used:
         return
-    found = [part.template_variables for _, part in sources(config) if part.names_data]
+    variables = [prompts.template_variables for _, prompts in sources(config) if prompts.names_data]
+    other = next((value for value in variables if value != variables[0]), None)
     require(
-        all(one == found[0] for one in found),
-        f"template_variables of prompts and evaluation.prompts are {found[0]} and"
-        f" {next((one for one in found if one != found[0]), None)}, but environment.tools writes"
-        " the results of calls with one set; set the same for all",
+        other is None,
+        f"template_variables of prompts and evaluation.prompts are {variables[0]} and {other}, but"
+        " environment.tools writes the results of calls with one set; set the same for all",
     )
 
 
 def check_agent_prompts(config: RunConfig) -> None:
-    """Raise `ValueError` if an agent would get prompts that a chat template has written: it writes
-    its messages itself.
-    """
-    for place, part in sources(config) if config.environment.agent.is_used else ():
+    """Raise `ValueError` if an agent, which writes its own messages, would get rendered prompts."""
+    for section, prompts in sources(config) if config.environment.agent.is_used else ():
         require(
-            part.template == "none" or not part.names_data,
-            f"{place}.template is '{part.template}', but the agent (environment.agent) sends its"
-            f" own messages, and the gateway renders them; set {place}.template to 'none'",
+            prompts.template == "none" or not prompts.names_data,
+            f"{section}.template is '{prompts.template}', but the agent (environment.agent) sends"
+            f" its own messages, and the gateway renders them; set {section}.template to 'none'",
         )
 
 
 def sources(config: RunConfig) -> Iterator[tuple[str, PromptsConfig]]:
-    """Iterate over (dotted section of the recipe, settings) of each source of prompts, training and
-    held out: "prompts" or "prompts.sources[0]", "evaluation.prompts" and so on.
+    """Iterate over (section, settings) of each source of prompts: "prompts" or
+    "prompts.sources[0]", "evaluation.prompts" and so on.
     """
     held_out = config.evaluation.prompts
     for section, prompts in (("prompts", config.prompts), ("evaluation.prompts", held_out)):
-        for number, part in enumerate(prompts.parts):
-            yield f"{section}.sources[{number}]" if prompts.sources else section, part
+        for number, source in enumerate(prompts.parts):
+            yield f"{section}.sources[{number}]" if prompts.sources else section, source
 
 
 def with_hidden(config: RunConfig) -> EnvironmentConfig:
-    """The recipe's environment, in which an agent's program cannot read the run's folder, the files
-    and folders of the prompts, and the data sets of the hub on this machine.
+    """The environment in which an agent's program cannot read the run folder, the data and the data
+    sets of the hub on this machine.
     """
     if not config.environment.agent.command:
         return config.environment
     from huggingface_hub.constants import HF_HOME, HF_HUB_CACHE
 
-    found = [config.folder, f"{HF_HUB_CACHE}/datasets--*"]
-    found.append(os.environ.get("HF_DATASETS_CACHE") or f"{HF_HOME}/datasets")
-    named = [part.source for _, part in sources(config) if part.source]
-    for one in [*named, *config.evaluation.sources]:
-        if Path(one).exists():
-            found.append(one)
+    paths = [config.folder, f"{HF_HUB_CACHE}/datasets--*"]
+    paths.append(os.environ.get("HF_DATASETS_CACHE") or f"{HF_HOME}/datasets")
+    named = [prompts.source for _, prompts in sources(config) if prompts.source]
+    for text in [*named, *config.evaluation.sources]:
+        if Path(text).exists():
+            paths.append(text)
         else:  # a pattern, which may also match programs
-            matched = map(Path, glob.glob(one, recursive=True))
-            found += [str(path) for path in matched if path.is_file() and path.suffix not in CODE]
-    return config.environment.hiding(found)
+            matched = map(Path, glob.glob(text, recursive=True))
+            paths += [str(path) for path in matched if path.is_file() and path.suffix not in CODE]
+    return config.environment.hiding(paths)
 
 
 def check_answers(config: RunConfig) -> None:
-    """Raise `ValueError` if a built-in verifier compares with reference answers and no column of
-    the data has them, or if `answer_after` (a marker; the answer is what follows it) is set for a
-    verifier that does not read it.
+    """Raise `ValueError` if a verifier compares with answers that no column has, or does not read
+    `answer_after`, which is set.
     """
     for name, environment in (config.environment.named_parts or {"": config.environment}).items():
         where = f"environment.mixture.{name}" if name else "environment"
@@ -193,28 +184,26 @@ def check_answers(config: RunConfig) -> None:
             f" --{where}.answer_after=), or set another verifier",
         )
         built_in = " and ".join(environment.compares_answers)
-        for place, part in () if environment.may_score_itself else sources(config):
+        for section, prompts in () if environment.may_score_itself else sources(config):
             require(
-                part.answer_column or not built_in or (name and part.environment != name),
-                f"{place}.answer_column is empty, but the verifier {built_in} compares with the"
+                prompts.answer_column or not built_in or (name and prompts.environment != name),
+                f"{section}.answer_column is empty, but the verifier {built_in} compares with the"
                 f" answer; set the column of the answers, or {where}.verifier to a function that"
                 " needs none",
             )
 
 
 def check_mixture(config: RunConfig) -> None:
-    """Check the names in `environment.mixture`, the recipe's table {name: verifier}, against those
-    that the prompts name as their verifier. Raises `ValueError` if prompts name a verifier that the
-    mixture lacks, if there is a mixture and prompts name none, or if a name of the mixture is never
-    used.
+    """Raise `ValueError` if prompts name a verifier that `environment.mixture` lacks, name none of
+    it, or leave one unused.
     """
     known = config.environment.mixture
     named: set[str] = set()
     by_column = ""
-    for where, part in sources(config):
-        if not part.names_data:
+    for where, prompts in sources(config):
+        if not prompts.names_data:
             continue
-        name, column = part.environment, part.environment_column
+        name, column = prompts.environment, prompts.environment_column
         by_column, named = by_column or column, named | {name}
         setting = f"environment_column is '{column}'" if column else f"environment is '{name}'"
         require(
@@ -241,12 +230,10 @@ def check_mixture(config: RunConfig) -> None:
 
 
 def check_early_stop(config: RunConfig) -> None:
-    """Raise `ValueError` if `early_stop.metric`, the metric at whose value the run is to end early,
-    is one that the run does not have.
-    """
+    """Raise `ValueError` if `early_stop.metric` is one that the run does not have."""
     metric, algorithm, evaluation = config.early_stop.metric, config.algorithm, config.evaluation
     known = [*STEP_METRICS, *DISTILLATION_METRICS]
-    known += [kind + name for kind in ("eval/", "eval_sampled/") for name in EVALUATION_METRICS]
+    known += [prefix + name for prefix in ("eval/", "eval_sampled/") for name in EVALUATION_METRICS]
     known += [
         name.replace("critic/", f"{section}/")
         for section in config.all_critics
@@ -286,14 +273,13 @@ HELD_OUT = {
     "demonstrations": ("loss", "tokens"),
     "preferences": ("loss", "accuracy", "reward/chosen", "reward/rejected", "reward/margin"),
 }
-"""{section of the held-out data in `evaluation`: names of its metrics, without "eval/"}"""
+"""{section of held-out data in `evaluation`: its metrics, without "eval/"}"""
 LESS_IS_BETTER = ("/loss", "/kl", "/failures", "/truncated_share")
 
 
 def check_best(config: RunConfig | SupervisedConfig) -> None:
-    """Raise `ValueError` if `training.checkpoint.best` names no metric that the evaluations of the
-    run have, one of which less is better without saying so, or one of a run that evaluates no
-    checkpoint before its last.
+    """Raise `ValueError` if `training.checkpoint.best` is no metric of the run's evaluations, one
+    of which less is better without min:, or if no checkpoint but the last is evaluated.
     """
     if not (best := config.training.checkpoint.best):
         return
@@ -301,7 +287,7 @@ def check_best(config: RunConfig | SupervisedConfig) -> None:
     section = next(name for name in HELD_OUT if hasattr(evaluation, name))
     is_rl, held_out = section == "prompts", getattr(evaluation, section)
     kinds = ("eval/", "eval_sampled/") if is_rl and evaluation.sampled_too else ("eval/",)
-    known = [kind + name for kind in kinds for name in HELD_OUT[section]]
+    known = [prefix + name for prefix in kinds for name in HELD_OUT[section]]
     known += ["eval/kl"] if getattr(getattr(config, "loss", None), "method", "") == "kto" else []
     metric, own = best.removeprefix("min:"), "|".join(kinds)
     close = difflib.get_close_matches(metric, known, n=1)
@@ -323,10 +309,7 @@ def check_best(config: RunConfig | SupervisedConfig) -> None:
 
 
 def check_roles(config: RunConfig) -> None:
-    """Raise `ValueError` if two models beside the policy (reference, critics, reward models, ...)
-    have overlapping `ranks` (ranks reserved for one model), or if only the critics would learn in
-    all steps.
-    """
+    """Raise `ValueError` if two roles have `ranks` in common, or only critics would learn."""
     if config.epochs is None:  # else steps are known once the data are
         check_warmup(config)
     roles = {"reference": config.reference, "critic": config.critic} | config.other_roles
@@ -339,9 +322,8 @@ def check_roles(config: RunConfig) -> None:
 
 
 def check_reward_settings(config: RunConfig) -> None:
-    """Raise `ValueError` if the settings make all rewards equal, so that nothing can be learned
-    (the reward for a correct answer is that for a wrong one, no verifier is set, or all reward
-    models have weight 0), or if a reward model or critic has a name that is no identifier.
+    """Raise `ValueError` if all rewards are equal, or a reward model or critic has a name that is
+    no identifier.
     """
     environment, models = config.environment, config.reward_models
     for section, named in (("reward_models", models), ("critics", config.critics)):
@@ -371,9 +353,7 @@ def check_reward_settings(config: RunConfig) -> None:
 
 
 def check_warmup(config: RunConfig) -> None:
-    """Raise `ValueError` if the steps in which only the critics learn (`warmup_steps`) are all
-    steps of the run.
-    """
+    """Raise `ValueError` if critics alone learn in all steps."""
     for name, critic in config.all_critics.items():
         require(
             critic.warmup_steps == 0 or critic.warmup_steps < config.steps,
@@ -383,9 +363,8 @@ def check_warmup(config: RunConfig) -> None:
 
 
 def check_algorithm(config: RunConfig) -> None:
-    """Raise `ValueError` if the advantage compares the rollouts of a prompt but there is only one
-    rollout, or if rollouts sampled by older weights would be trained on without an importance
-    correction.
+    """Raise `ValueError` if an advantage would compare a single rollout, or older rollouts be
+    trained on without a correction.
     """
     require(
         config.algorithm.advantage not in COMPARING or config.rollout.group_size > 1,

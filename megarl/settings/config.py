@@ -2,8 +2,7 @@
 
     recipe.yaml + ["--training.optimizer.learning_rate", "1e-4"] -> RunConfig
 
-`megarl.settings.recipe_file` reads YAML and command line; pydantic refuses unknown keys and wrong
-types with their dotted path, and each class checks its own ranges. No torch is imported.
+Imports no torch.
 """
 
 import hashlib
@@ -70,42 +69,38 @@ C = TypeVar("C", bound=Config)
 
 
 class EvaluationConfig(Config):
-    """Evaluation on held-out problems before, during and after training: which problems, how often,
-    and with which sampling. The run's own verifier scores the responses.
-    """
+    """Evaluation on held-out problems before, during and after training, by the run's verifier."""
 
     prompts: PromptsConfig = section(PromptsConfig, shuffle=False)
-    """Source of the problems; empty for no evaluation. All of them are asked, in any order."""
+    """Source of the problems, which are all asked, in any order; empty: no evaluation."""
     every: Annotated[int, Range(0, MOST_STEPS)] = 0
-    """Steps between evaluations; 0 evaluates only before the first and after the last step."""
+    """Steps between evaluations; 0: only before the first and after the last step."""
     temperature: Annotated[float, Range(0.01, 2.0, or_zero=True)] = 0.0
     """Sampling temperature; 0 is greedy."""
     sampled_too: bool = False
     """Also draw one sample of each problem at the rollout temperature."""
     samples: Annotated[int, Range(1, 10_000)] = 1
     """Of `megarl eval`: samples of each problem at the rollout temperature, for avg@n, pass@k and
-    maj@n; 1 for none, unless `sampled_too` is set."""
+    maj@n; 1: none, unless `sampled_too` is set."""
     models: tuple[PathText, ...] = ()
-    """Of `megarl eval`: model folders or hub names, one after another; empty for `model.path`."""
+    """Of `megarl eval`: model folders or hub names, one after another; empty: `model.path`."""
     sources: tuple[PathText, ...] = ()
     """Of `megarl eval`: further data sets, read as `prompts` is."""
 
 
 class SampleConfig(Config):
-    """Settings of `megarl sample`, which generates responses and writes a data file: how many
-    responses to each prompt, and which of them are written.
-    """
+    """Settings of `megarl sample`, which writes generated responses to a data file."""
 
     samples: Annotated[int, Range(1, 10_000)] = 8
     """Responses to each of `prompts`, at `rollout.temperature`."""
     keep: Literal["best", "all", "pairs"] = "best"
-    """`best`: of each prompt the response with the highest reward; `all`: every response, with its
-    reward; `pairs`: the best and the worst response, where their rewards differ. Empty responses
-    are left out, and so are responses that were cut off at the token limit, but as the worst."""
+    """Of each prompt: `best`, the response with the highest reward; `all`, every response, with its
+    reward; `pairs`, the best and the worst, if their rewards differ. Empty responses are left out,
+    and cut off ones but as the worst."""
     min_reward: Annotated[float | None, Range(-1e9, 1e9)] = None
-    """Leave out what has less reward than this; of `pairs` the chosen response must have it."""
+    """Leave out responses with less reward; of `pairs` only the chosen one must have it."""
     shown: Annotated[int, Range(1, 10_000)] = 4
-    """Of `megarl rollout`: number of rollouts that are printed, each of another prompt."""
+    """Of `megarl rollout`: number of printed rollouts, each of another prompt."""
 
 
 OF_ONE_SOURCE = Excludes("prompts.sources", "with which a run has steps")
@@ -113,29 +108,25 @@ OF_KL = Of("algorithm.kl.coefficient")
 
 
 class RunConfig(AnyRunConfig):
-    """All settings of a reinforcement-learning run, which samples responses to prompts, scores them
-    and trains the policy on the rewards: the recipe of `task: rl`, also read by `eval` and
-    `sample`.
+    """The recipe of `task: rl`, also read by `eval` and `sample`: the policy's responses to prompts
+    are scored, and it is trained on the rewards.
     """
 
     task: Literal["rl"] = "rl"
     epochs: Annotated[float | None, Range(1e-6, 1e6), OF_ONE_SOURCE] = None
-    """Passes over the prompts. If set, `steps` becomes `epochs` x number of prompts /
-    `rollout.groups_per_step`, rounded up; not for `prompts.sources`. Rollouts of a prompt that
-    dynamic sampling rejects are not counted, so with it the run passes over the prompts more
-    often."""
+    """Passes over the prompts, instead of `steps`: epochs x prompts / `rollout.groups_per_step`,
+    rounded up; not for `prompts.sources`. Groups that dynamic sampling rejects do not count."""
     model: TrainedModel = section(ModelConfig)
     reference: Annotated[ReferenceRoleConfig, OF_KL] = section(ReferenceRoleConfig)
-    """The frozen model of `algorithm.kl`; used where `algorithm.kl.coefficient` is above 0."""
+    """The frozen model of the KL penalty (`algorithm.kl`)."""
     critic: Annotated[CriticConfig, Of("algorithm.advantage", "gae")] = section(CriticConfig)
-    """The value model of PPO; used where `algorithm.advantage` is gae."""
+    """The value model of `algorithm.advantage: gae`."""
     critics: Annotated[dict[str, CriticConfig], Of("algorithm.advantage", FILE)] = {}
-    """{name: value model} for an advantage of your own, which gets the values of each: two critics
-    whose smaller value counts, for example."""
+    """{name: value model} for an advantage of your own, which gets the values of each."""
     reward_models: dict[str, RewardModelRoleConfig] = {}
-    """{name: reward model}. The reward of a response is the environment's reward plus weight x
-    score of each model. Set `environment.correct` and `wrong` to 0 if the environment is only to
-    say what is correct, or `environment.verifier: none` if nothing is."""
+    """{name: reward model}; each adds weight x score to the environment's reward. Where the
+    environment is only to say what is correct, set `environment.correct` and `wrong` to 0; where
+    nothing is, `environment.verifier: none`."""
     prompts: PromptsConfig = section(PromptsConfig)
     environment: EnvironmentConfig = section(EnvironmentConfig)
     rollout: RolloutConfig = section(RolloutConfig)
@@ -153,18 +144,16 @@ class RunConfig(AnyRunConfig):
 
     @property
     def group_filter(self) -> str:
-        """Which groups (all rollouts of one prompt) are trained on: "differing", those with
-        different rewards, or "all". It is `rollout.filter` if that is set; otherwise "differing"
-        for an advantage that compares the rollouts of a group, where equal rewards teach nothing.
+        """Which groups are trained on, "differing" rewards or "all": `rollout.filter`, by default
+        "differing" for an advantage that compares the rollouts of a group.
         """
         usual = "differing" if self.algorithm.advantage in COMPARING else "all"
         return self.rollout.filter or usual
 
     @property
     def skips_equal_groups(self) -> bool:
-        """Whether training leaves out groups (all rollouts of one prompt) with equal rewards
-        without computing them: their advantages are 0, and the loss has no other term, so that the
-        gradient is the same without them.
+        """Whether groups of equal rewards are not even computed, as the gradient is the same
+        without them.
         """
         algorithm = self.algorithm
         return (
@@ -184,27 +173,25 @@ class RunConfig(AnyRunConfig):
 
     @property
     def all_critics(self) -> dict[str, CriticConfig]:
-        """{dotted section of the recipe, "critic" or "critics.NAME": its settings} of the critics
-        that the run uses; empty if the algorithm has none.
-        """
-        found = {"critic": self.critic} if self.algorithm.advantage == "gae" else {}
-        return found | {f"critics.{name}": one for name, one in self.critics.items()}
+        """{section, "critic" or "critics.NAME": settings} of the critics that the run uses."""
+        critics = {"critic": self.critic} if self.algorithm.advantage == "gae" else {}
+        return critics | {f"critics.{name}": critic for name, critic in self.critics.items()}
 
     @property
     def other_roles(self) -> dict[str, RoleConfig]:
-        """{dotted section of the recipe, such as "reference" or "critic": its settings} of the
-        models beside the policy that the run uses: reference, critics and reward models.
+        """{section, such as "reference": settings} of the models beside the policy that the run
+        uses.
         """
-        found: dict[str, RoleConfig] = {}
+        roles: dict[str, RoleConfig] = {}
         if self.algorithm.kl.coefficient > 0:
-            found["reference"] = self.reference
-        found |= self.all_critics
-        return found | {f"reward_models.{name}": one for name, one in self.reward_models.items()}
+            roles["reference"] = self.reference
+        roles |= self.all_critics
+        return roles | {f"reward_models.{name}": role for name, role in self.reward_models.items()}
 
     @property
     def warmup_steps(self) -> int:
-        """Number of steps at the start of the run in which only the critics learn."""
-        return max((one.warmup_steps for one in self.all_critics.values()), default=0)
+        """Steps at the start of the run in which only the critics learn."""
+        return max((critic.warmup_steps for critic in self.all_critics.values()), default=0)
 
 
 TEACHER_ALONE = Without(
@@ -213,10 +200,8 @@ TEACHER_ALONE = Without(
 
 
 class DistillConfig(RunConfig):
-    """All settings of a run of on-policy distillation, in which the policy learns from a teacher's
-    distributions on responses that the policy samples: the recipe of `task: distill`. It has the
-    settings of `task: rl` but those of rewards: `algorithm`, `reference`, `critic`, `critics`
-    and `reward_models` must be left out.
+    """The recipe of `task: distill`: the policy learns from a teacher's distributions on its own
+    responses. `algorithm`, `reference`, `critic`, `critics` and `reward_models` must be left out.
     """
 
     task: Literal["distill"] = "distill"  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -237,21 +222,17 @@ class DistillConfig(RunConfig):
 
     @property
     def group_filter(self) -> str:
-        """Which groups (all rollouts of one prompt) are trained on: `rollout.filter` if that is
-        set, otherwise "all", since the loss of a response does not depend on other responses.
-        """
+        """`rollout.filter`, by default "all", since a response's loss does not depend on others."""
         return self.rollout.filter or "all"
 
     @property
     def skips_equal_groups(self) -> bool:
-        """False: groups (all rollouts of one prompt) with equal rewards are trained on too, since
-        the loss of a response does not depend on its reward.
-        """
+        """False: the loss does not depend on rewards."""
         return False
 
     @property
     def other_roles(self) -> dict[str, RoleConfig]:
-        """{"teacher": its settings}: the only model beside the policy that the run uses."""
+        """The teacher alone."""
         return {"teacher": self.teacher}
 
 
@@ -259,22 +240,17 @@ NEEDS_SOURCE = Needs("set it to a data file or hub name", "source")
 
 
 class HeldOutConfig(Config):
-    """How often a run on a fixed data set (`task: sft`, `preference`, `reward_model`) is evaluated
-    on held-out rows.
-    """
+    """How often a run on a fixed data set is evaluated on held-out rows."""
 
     every: Annotated[int, Range(0, MOST_STEPS)] = 0
-    """Steps between evaluations; 0 evaluates only before the first and after the last step."""
+    """Steps between evaluations; 0: only before the first and after the last step."""
 
 
 class SupervisedConfig(AnyRunConfig):
-    """Settings that all runs on a fixed data set have: `task: sft`, `preference` and
-    `reward_model`.
-    """
+    """Settings of all runs on a fixed data set: `task: sft`, `preference` and `reward_model`."""
 
     samples_per_step: Annotated[int, Range(1, 2**20)] = 64
-    """Rows of one optimizer step, over all ranks: demonstrations, or preferences (each of two
-    responses)."""
+    """Rows of one optimizer step, over all ranks."""
     model: TrainedModel = section(ModelConfig)
     training: Annotated[
         TrainingConfig,
@@ -289,18 +265,14 @@ class SupervisedConfig(AnyRunConfig):
 
 
 class SftEvaluationConfig(HeldOutConfig):
-    """Evaluation of a fine-tuning run: the loss on demonstrations that are not trained on, and how
-    often it is measured.
-    """
+    """Evaluation by the loss on held-out demonstrations."""
 
     demonstrations: DemonstrationsConfig = section(DemonstrationsConfig, shuffle=False)
-    """Source of the demonstrations; empty for no evaluation. All of them are used."""
+    """Source of the demonstrations, which are all used; empty: no evaluation."""
 
 
 class SftConfig(SupervisedConfig):
-    """All settings of a supervised fine-tuning run, which trains a model on (prompt, response)
-    demonstrations: the recipe of `task: sft`.
-    """
+    """The recipe of `task: sft`: supervised fine-tuning on demonstrations."""
 
     task: Literal["sft"] = "sft"
     demonstrations: Annotated[DemonstrationsConfig, NEEDS_SOURCE] = section(DemonstrationsConfig)
@@ -308,12 +280,10 @@ class SftConfig(SupervisedConfig):
 
 
 class PreferenceEvaluationConfig(HeldOutConfig):
-    """Evaluation of a run on preferences: loss and accuracy on preferences that are not trained on,
-    and how often they are measured.
-    """
+    """Evaluation by loss and accuracy on held-out preferences."""
 
     preferences: PreferencesConfig = section(PreferencesConfig, shuffle=False)
-    """Source of the preferences; empty for no evaluation. All of them are used."""
+    """Source of the preferences, which are all used; empty: no evaluation."""
 
     def check(self) -> None:
         empty = PreferencesConfig(), PreferencesConfig(shuffle=False)
@@ -325,28 +295,25 @@ class PreferenceEvaluationConfig(HeldOutConfig):
 
 
 class ReferenceConfig(Config):
-    """The frozen model that a preference method compares with. It scores every response once,
-    before the first step, and is then released.
+    """The frozen model of a preference method, which scores every response before the first step
+    and is then released.
     """
 
     model: Annotated[ModelConfig, WITH_PATH] = section(ModelConfig)
     """The model; with an empty path `model`, as it is before training."""
     lora: ReferenceLora = "start"
-    """With `training.lora.adapter`, and no `model.path` here: whether the reference is the model
-    with the adapter that the run starts from (start), or the model without adapters (base)."""
+    """With `training.lora.adapter`, and no `model.path` here: `start` is the model with the adapter
+    that the run starts from, `base` the model without adapters."""
     cache: OutputText = ""
-    """Folder in which its log-probs are kept, in a file whose name is the digest of the data and of
-    the model's weights; empty: `reference` in the run folder. Runs that differ in their loss can
-    share one."""
+    """Folder of its log-probs, in a file named by the digest of data and weights, which runs of
+    other losses can share; empty: `reference` in the run folder."""
 
 
 NO_MARGINS = "which only task: reward_model uses"
 
 
 class PreferenceConfig(SupervisedConfig):
-    """All settings of a run that trains a policy on preferences without a reward model (DPO, KTO
-    and others): the recipe of `task: preference`.
-    """
+    """The recipe of `task: preference`: DPO, KTO and others, without a reward model."""
 
     task: Literal["preference"] = "preference"
     loss: PreferenceLossConfig = section(PreferenceLossConfig)
@@ -378,8 +345,8 @@ PAIRS_ONLY = (
 
 
 class RewardModelConfig(SupervisedConfig):
-    """All settings of a run that trains a reward model, which gives a text a score, on pairs of a
-    better and a worse response: the recipe of `task: reward_model`.
+    """The recipe of `task: reward_model`, which trains a model to score texts on pairs of
+    responses.
     """
 
     task: Literal["reward_model"] = "reward_model"
@@ -393,18 +360,15 @@ class RewardModelConfig(SupervisedConfig):
 
 
 AnyConfig = RunConfig | SupervisedConfig
-"""The configuration of any command that trains."""
+"""The configuration of a run that trains."""
 
 __all__ = ["ServeRewardConfig"]
-"""A configuration class of another module; commands name it as one of `megarl.settings.config`."""
+"""Also named as one of this module."""
 
 
 def with_steps(config: C, num_rows: int) -> C:
-    """A copy of the configuration whose number of training steps, `steps`, follows from its
-    `epochs`, for a data set of `num_rows` rows (prompts, demonstrations or preferences): epochs x
-    rows / rows of a step, rounded up. If `epochs` is None, the configuration itself. Raises
-    `ValueError` for more steps than a run may have, and if a critic's warm-up lasts for all of
-    them.
+    """A copy whose `steps` follow from `epochs` for `num_rows` rows of data; without `epochs` the
+    same. Raises `ValueError` for too many steps, or a critic's warm-up that lasts for all.
     """
     assert isinstance(config, AnyConfig)
     if config.epochs is None:
@@ -418,16 +382,14 @@ def with_steps(config: C, num_rows: int) -> C:
         f"epochs is {config.epochs:g}, which is {steps} steps for {num_rows} rows; set fewer, so"
         f" that there are at most {MOST_STEPS} steps",
     )
-    found = replace(config, steps=steps)
-    if isinstance(found, RunConfig):
-        check_warmup(found)
-    return found
+    changed = replace(config, steps=steps)
+    if isinstance(changed, RunConfig):
+        check_warmup(changed)
+    return changed
 
 
 def longest_request(config: RunConfig) -> int:
-    """Largest number of tokens that an engine may need for one sequence: the longest prompt,
-    held-out ones included, and the longest response together.
-    """
+    """Most tokens of a prompt, held-out ones included, and its response together."""
     held_out = config.evaluation.prompts
     prompt = max(
         config.prompts.max_prompt_tokens, held_out.max_prompt_tokens if held_out.names_data else 0
@@ -436,10 +398,8 @@ def longest_request(config: RunConfig) -> int:
 
 
 def made_with(config: RunConfig) -> str:
-    """Digest, as 32 hexadecimal digits, of the settings that determine what a finished rollout
-    contains and how old its weights may be: `environment`, `prompts`, the baseline of greedy
-    responses, which prompts are kept, and `rollout` without engine settings. A resumed run keeps
-    the finished rollouts of its checkpoint only if the digest is the same.
+    """Digest (32 hexadecimal digits) of the settings that determine a finished rollout and how old
+    its weights may be. A resumed run keeps its checkpoint's rollouts only if it is the same.
     """
     rollout = config.rollout.model_dump(exclude=NO_MATTER)
     is_penalised = config.algorithm.truncated == "penalise"
@@ -455,17 +415,15 @@ NO_MATTER = {*("engine", "num_engines", "placement", "request_timeout_s"), "max_
 
 def patience_s(config: RunConfig, num_requests: int) -> float:
     """Seconds that `num_requests` generation requests together may take:
-    `rollout.request_timeout_s` x (2 + the number of full batches), where a batch is as many
-    requests as all engines run at the same time (`max_num_sequences` each).
+    `rollout.request_timeout_s` x (2 + full batches of all engines).
     """
     at_once = config.rollout.num_engines * config.rollout.engine.max_num_sequences
     return config.rollout.request_timeout_s * (2 + num_requests // at_once)
 
 
 def silence_s(config: RunConfig) -> float:
-    """Seconds without any engine step and any verifier's verdict after which the run counts as
-    stuck: the time to find a hung engine, to start a new one 3 times, to start and score by a slow
-    verifier, and in which an agent need not call the model, plus a minute.
+    """Seconds without an engine step or verdict after which the run is stuck: what a hung engine,
+    its restarts, a slow verifier and an agent may take, plus a minute.
     """
     engine, environment = config.rollout.engine, config.environment
     restart_s = engine.stall_timeout_s + ENGINE_STARTS * engine.start_timeout_s
@@ -485,9 +443,8 @@ TASKS: dict[str, type[AnyConfig]] = {
 
 
 def task_class(tree: dict[str, Any], where: str) -> type[AnyConfig]:
-    """The configuration class of a recipe, given as nested dicts, by its key `task`. Raises
-    `ValueError` if the key is missing or has another value than `TASKS` names; `where` says in the
-    message where the dicts come from.
+    """The configuration class of a recipe's nested dicts by `task`. Raises `ValueError` if that is
+    missing or unknown; `where` says in the message where the dicts come from.
     """
     task, tasks = tree.get("task"), ", ".join(TASKS)
     require(
@@ -508,20 +465,17 @@ def read(
     overrides: Sequence[str] = (),
     say: Callable[[str], object] = str,
 ) -> C:
-    """Read the YAML recipe `file` as configuration class `kind`. The words `overrides` of a command
-    line, `--section.key value`, replace settings of the recipe. `say` is called with a line of text
-    for each relative path that was found in the recipe's folder and not in the working folder, and
-    where `file` is the name of a recipe that comes with megarl; by default nothing is said.
-
-    Raises `ValueError` with file, line, dotted key and problem for mistakes in recipe or
-    `overrides`.
+    """Read the YAML recipe `file` as class `kind`, changed by the command line's words `overrides`.
+    `say` gets a line for each path found only in the recipe's folder, and for a `file` that is the
+    name of a recipe of megarl. Raises `ValueError` with file, line, dotted key and problem.
     """
     path, lines = recipe_paths.recipe_path(file, say), {}
     tree = presets.spelled_out(recipe_file.read_tree(path, lines))
     where = f"recipe {path}"
     if overrides:
         changed = recipe_file.override(tree, kind, [presets.long_word(word) for word in overrides])
-        leaves = [one for one in changed if not any(two.startswith(f"{one}.") for two in changed)]
+        sections = {key.rpartition(".")[0] for key in changed}
+        leaves = [key for key in changed if key not in sections]
         inside = tuple(leaf + mark for leaf in leaves for mark in ".[")
         lines = {
             key: line
@@ -533,9 +487,8 @@ def read(
 
 
 def written_tree(file: str | Path) -> dict[str, Any]:
-    """The settings that a recipe spells out, as nested dicts, without defaults. `file`: its path,
-    or the name of a recipe that comes with megarl, such as "quickstart". Raises `ValueError` with
-    file and line for a file that is no recipe.
+    """The settings that a recipe spells out, as nested dicts. `file`: a path, or the name of a
+    recipe of megarl. Raises `ValueError` with file and line.
     """
     return presets.spelled_out(recipe_file.read_tree(recipe_paths.recipe_path(file)))
 
@@ -549,35 +502,29 @@ def from_tree(
     say: Callable[[str], object] = str,
     lines: dict[str, int] | None = None,
 ) -> C:
-    """Convert nested dicts, as a recipe has them, to configuration class `kind`, with all of its
-    checks; presets are filled in.
-
-    Raises `ValueError` with all mistakes. For its message: `where` says where the dicts come from,
-    and `lines` is {dotted key: line in the file}. `beside`: folder of the recipe, in which relative
-    paths are looked for that are not in the working folder; `say` is called with a line of text for
-    each path that is found there.
+    """Convert a recipe's nested dicts to class `kind`, with presets filled in. Raises `ValueError`
+    with all mistakes, for which `where` names the dicts and `lines` is {dotted key: line}. `say`
+    gets a line for each relative path that is only in the recipe's folder, `beside`.
     """
     folder = recipe_paths.Beside(beside)
     try:
-        found = kind.model_validate(presets.filled_in(tree), context=folder)
+        config = kind.model_validate(presets.filled_in(tree), context=folder)
     except ValidationError as error:
-        said = [
-            in_line(one, lines or {}) for one in problems(error, partial(recipe_file.hint, kind))
-        ]
-        raise ValueError(f"{where}: {shortened('; '.join(said), 2000)}") from None
-    settings = list(leaves(found.model_dump()))
-    for name, path, said in folder.found:
+        texts = problems(error, partial(recipe_file.hint, kind))
+        message = "; ".join(in_line(text, lines or {}) for text in texts)
+        raise ValueError(f"{where}: {shortened(message, 2000)}") from None
+    settings = list(leaves(config.model_dump()))
+    for name, path, message in folder.paths:
         # Of a list of paths, the setting's name stands before the item's number.
         same = [key for key, value in settings if f".{name}" in f".{key}" and value == path]
-        say(f"{same[0] if same else name}: {said}")
-        settings = [one for one in settings if one[0] not in same[:1]]
-    return found
+        say(f"{same[0] if same else name}: {message}")
+        settings = [setting for setting in settings if setting[0] not in same[:1]]
+    return config
 
 
 def in_line(said: str, lines: dict[str, int]) -> str:
-    """The message `said` about a mistake in a recipe, with "line N: " before it. N is the line, in
-    `lines` ({dotted key: line in the recipe}), of the first setting that stands before a ";" in the
-    message. Without such a setting the message is unchanged.
+    """`said` with "line N: " before it, the line in `lines` of the first setting that stands before
+    a ";" in it; unchanged without one.
     """
     words = re.findall(r"[\w.\[\]]+", said.partition(";")[0])
     keys = [word for word in words if word in lines and (word == words[0] or "." in word)]
@@ -585,7 +532,5 @@ def in_line(said: str, lines: dict[str, int]) -> str:
 
 
 def dump(value: Config) -> str:
-    """A configuration as YAML text, with all defaults; `read` of a file with this text gives an
-    equal configuration.
-    """
+    """A configuration as YAML text with all defaults, which `read` reads back."""
     return recipe_file.dump_yaml(value.model_dump())

@@ -1,6 +1,4 @@
-"""The section `environment` of a recipe: which verifier or session scores rollouts, its limits on
-time and memory, and how its score becomes a reward.
-"""
+"""The section `environment` of a recipe: what scores rollouts, and how scores become rewards."""
 
 import os
 import re
@@ -33,7 +31,7 @@ from megarl.settings.verifiers import (
 )
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
-"""Pattern of a name in `environment.mixture`; it becomes part of the names of metrics."""
+"""A name in `environment.mixture`, which becomes part of the names of metrics."""
 
 
 class OverlongConfig(Config):
@@ -42,9 +40,9 @@ class OverlongConfig(Config):
     """
 
     limit_tokens: Annotated[int, Range(0, MOST_TOKENS)] = 0
-    """Response length in tokens at which the penalty reaches -1; 0 turns it off."""
+    """Response tokens at which the penalty reaches -1; 0: no penalty."""
     buffer_tokens: Annotated[int, Range(0, MOST_TOKENS)] = 0
-    """Number of tokens before the limit over which the penalty falls from 0 to -1."""
+    """Tokens before the limit over which it falls."""
 
     def check(self) -> None:
         require(
@@ -55,67 +53,59 @@ class OverlongConfig(Config):
 
 
 class RemoteConfig(Config):
-    """How a run sends responses by HTTP to reward servers, which score them: batches, connections,
-    attempts and a circuit breaker. The servers' addresses are values of `environment.verifier` or
-    `environment.rewards`.
+    """How responses travel to the reward servers that `environment.verifier` or
+    `environment.rewards` name.
     """
 
     token_variable: str = ""
-    """Name of the environment variable that holds the bearer token for the servers; empty: none is
-    sent. All servers of a recipe get the same token."""
+    """Environment variable with the bearer token of all servers; empty: no token."""
     batch_size: Annotated[int, Range(1, 4096)] = 32
     """Most responses in one request."""
     linger_ms: Annotated[float, Range(0.0, 10_000.0)] = 5.0
-    """Milliseconds that a response waits for others to fill its request."""
+    """Milliseconds that a response waits for others of its request."""
     connections: Annotated[int, Range(1, 1024)] = 8
     """Requests to one server at the same time."""
     attempt_limit_s: Annotated[float | None, Range(0.01, 86400.0)] = None
-    """Seconds after which an unanswered request is given up and sent again. None: half of
-    `environment.time_limit_s`."""
+    """Seconds after which a request is sent again. null: half of `environment.time_limit_s`."""
     attempts: Annotated[int, Range(1, 1000)] = 8
-    """Times that a response is sent before it counts as a failure: after a connection error, a
-    time-out, or status 429 or 5xx. Other errors are not tried again."""
+    """Times that a response is sent (again after a connection error, a time-out, or status 429 or
+    5xx) before it counts as a failure."""
     backoff_s: Annotated[float, Range(0.0, 3600.0)] = 0.2
-    """Pause in seconds before the second attempt. It doubles with each further attempt; each pause
-    is shortened by a random part of up to half of it."""
+    """Seconds before the second attempt, doubled before each further one, less a random part of up
+    to half."""
     longest_backoff_s: Annotated[float, Range(0.0, 3600.0)] = 2.0
     """Longest pause in seconds between two attempts."""
     breaker_failures: Annotated[int, Range(1, 10**6)] = 10
-    """After so many failed requests in a row (connection error, time-out, 429, 5xx) the circuit
-    breaker opens: nothing is sent to the server for `breaker_pause_s`, then one request as a
-    probe, whose success closes it. Responses that wait meanwhile use up their time limit, not
-    their attempts."""
+    """Failed requests in a row after which the server gets nothing for `breaker_pause_s`, then one
+    request as a probe. Waiting responses use up their time limit, not their attempts."""
     breaker_pause_s: Annotated[float, Range(0.01, 3600.0)] = 1.0
-    """Seconds between two probes of a server whose circuit breaker is open."""
+    """Seconds between two probes of a failed server."""
 
     def check(self) -> None:
         check_variable(self.token_variable, "environment.remote.token_variable")
 
 
 class RewardServerConfig(Config):
-    """The HTTP server of `megarl serve-reward`, which scores the responses that training runs send:
-    where it listens, and how many requests it accepts.
-    """
+    """The HTTP server of `megarl serve-reward`, which scores the responses of training runs."""
 
     host: Annotated[str, Needs("set it to 127.0.0.1 or 0.0.0.0")] = "127.0.0.1"
-    """Address to listen on; `0.0.0.0` for every network of the machine. On any but a loopback
-    address a token is required."""
+    """Address to listen on; `0.0.0.0`: all networks. Any but a loopback address requires a
+    token."""
     port: Annotated[int, Range(0, 65535)] = 8000
-    """Port to listen on; 0 takes a free one, which the first line that the server prints names."""
+    """Port to listen on; 0: a free one, named in the first line of output."""
     token_variable: str = "MEGARL_REWARD_TOKEN"  # noqa: S105 - a name
-    """Name of the environment variable that holds the bearer token. If the variable is set, every
-    request but `GET /health` needs the token."""
+    """Environment variable with the bearer token. If it is set, every request but `GET /health`
+    needs the token."""
     queue_samples: Annotated[int, Range(1, 10**7)] = 4096
-    """Responses that may wait for the verifier or the reward model; a request that would exceed
-    this is answered with 429."""
+    """Responses that may wait; a request beyond is answered with 429."""
     max_request_mib: Annotated[int, Range(1, 4096)] = 16
     """Largest request in MiB; a larger one is answered with 413."""
     connections: Annotated[int, Range(1, 65536)] = 256
-    """Connections at the same time; a request beyond is answered with 503."""
+    """Most connections; a request beyond is answered with 503."""
     read_limit_s: Annotated[float, Range(0.1, 3600.0)] = 30.0
-    """Seconds within which a request's body must arrive; otherwise it is answered with 408."""
+    """Seconds within which a request's body must arrive, else 408."""
     drain_s: Annotated[float, Range(0.0, 60.0)] = 10.0
-    """Seconds after SIGTERM within which requests under way are still answered."""
+    """Seconds after SIGTERM in which begun requests are answered."""
 
     def check(self) -> None:
         check_variable(self.token_variable, "server.token_variable")
@@ -128,9 +118,9 @@ NO_SESSIONS: dict[str, Any] = {
     "max_turns": 0,
     "threads": 1,
 }
-"""{setting of `EnvironmentConfig`: value} of an environment without sessions."""
+"""{setting of `EnvironmentConfig`: value} without sessions."""
 SECTIONS = ("regex", "json_schema", "math", "numeric", "choice", "format", "length", "code")
-"""Names of verifiers whose settings are a section of the same name."""
+"""Verifiers whose settings are a section of the same name."""
 MARKED = ("exact_match", "numeric", "choice", "reasoning_gym")
 """Verifiers that read `answer_after`."""
 OWN_TOOLS = "but a session class brings its own tools"
@@ -143,76 +133,69 @@ MAPPING = Excludes("rewards", "which adds up rewards as they are")
 
 
 class EnvironmentConfig(Config):
-    """How the responses of a run become rewards: the verifier that scores them, or the session
-    class or tools of a multi-turn environment, the rewards, and the limits of the worker processes
-    on time and memory.
+    """How responses become rewards: verifier, session or tools, rewards, and limits of the worker
+    processes.
     """
 
     verifier: Annotated[CodeText, Needs("set 'exact_match', 'math' or 'file.py:function'")] = (
         "exact_match"
     )
-    """`exact_match`, `math` (boxed or final expression, compared by value), `numeric`,
-    `choice`, `regex`, `json_schema`, `format`, `length`, `code` (docs/reference_rewards.md),
-    `reasoning_gym` (the scorer of the prompts' own data set),
-    `path/to/file.py:function` for a user's function (docs/rewards.md),
-    `http://host:port/v1/score` for a reward server, or `none` where `reward_models` alone give the
+    """`exact_match`, `math` (boxed or final expression, compared by value), `numeric`, `choice`,
+    `regex`, `json_schema`, `format`, `length`, `code` (docs/reference_rewards.md), `reasoning_gym`
+    (the scorer of the prompts' data set), `path/to/file.py:function` (docs/rewards.md),
+    `http://host:port/v1/score` (a reward server), or `none` where `reward_models` alone give the
     reward."""
     rewards: Annotated[
         dict[CodeText, float], WEIGHT, Excludes("verifier", "which may be one of them")
     ] = {}
-    """Several reward functions with their weights, used instead of `verifier`; for example
-    `{math: 1.0, "style.py:brevity": 0.2}`, also addresses of reward servers. The reward is the
-    weighted sum; the first function says what counts as correct."""
+    """Reward functions with their weights, instead of `verifier`, such as `{math: 1.0,
+    "style.py:brevity": 0.2}`; also reward servers. The reward is the weighted sum; the first
+    function says what is correct."""
     mixture: Annotated[
         dict[str, NamedVerifierConfig], Excludes("rewards"), Excludes("verifier")
     ] = {}
-    """{name: verifier} of a mixture of data, used instead of `verifier`: each prompt names the
-    verifier that scores its responses (`prompts.sources`, `prompts.environment_column`)."""
+    """{name: verifier} of a mixture of data, instead of `verifier`; each prompt names its own
+    (`prompts.sources`, `prompts.environment_column`)."""
     remote: Annotated[
         RemoteConfig,
         Of("asks_servers", why="but no verifier is a server (http://host:port/v1/score)", fix=""),
     ] = section(RemoteConfig)
-    """How responses travel to reward servers."""
     session: Annotated[CodeText, Excludes("tools.are_used", OWN_TOOLS)] = ""
-    """`path/to/file.py:Class` for a multi-turn environment (docs/environments.md); it scores its
-    rollouts itself, or leaves that to `verifier` or `rewards`. `gymnasium`, `textarena` or
-    `openenv`: the environment of a prompt that `prompts.source` of that name has made."""
+    """`path/to/file.py:Class` of a multi-turn environment (docs/environments.md), which scores its
+    rollouts itself or leaves that to `verifier` or `rewards`; or `gymnasium`, `textarena` or
+    `openenv`, for prompts of the `prompts.source` of that name."""
     max_turns: Annotated[int, Range(0, 100_000), TURNS] = 0
-    """With a session or tools: most turns of the model in a rollout; a rollout that would need more
-    is cut off and counts as wrong. 0: no limit but `rollout.max_new_tokens`."""
+    """With a session or tools: most turns of the model; a rollout that needs more is cut off and
+    wrong. 0: no limit but `rollout.max_new_tokens`."""
     control_tokens: Annotated[bool, TURNS] = False
-    """With a session or tools: text of others (results of tools, an agent's messages, observations
-    of the role user) that spells a control token of the tokenizer, such as `<|im_end|>`, is that
-    token; otherwise it is ordinary text."""
+    """With a session or tools: a control token such as `<|im_end|>`, spelled in text that the model
+    has not written, is that token; otherwise it is ordinary text."""
     threads: Annotated[int, Range(1, 1024), TURNS] = 1
-    """With a session or tools: calls of plain (not `async`) functions that each worker process runs
-    at a time. More than 1 only for functions that may run beside one another."""
+    """With a session or tools: plain (not `async`) functions that a worker process runs at a time.
+    Above 1 only for functions that may run beside one another."""
     concurrency: Annotated[int, Range(1, 4096)] = 32
-    """Calls of `async` reward functions that each worker process has under way at the same time,
-    each with its own `time_limit_s`. A process calls one plain function at a time."""
+    """`async` reward functions that a worker process has under way at a time, each with its own
+    `time_limit_s`."""
     tools: Annotated[
         ToolsConfig, Of("tools.are_used", why="but neither functions nor servers", fix="set one")
     ] = section(ToolsConfig)
-    """Tools that the model may call; its last response, without a call, is scored by `verifier` or
-    `rewards`."""
+    """Tools that the model may call; its last response is scored by `verifier` or `rewards`."""
     agent: Annotated[
         AgentConfig,
         Excludes("session"),
         Excludes("tools.are_used", "but an agent brings its own tools"),
         Of("agent.is_used", why="but neither a command nor a function", fix="set one"),
     ] = section(AgentConfig)
-    """A program or function that calls the model as an OpenAI-compatible server; its answer is
-    scored by `verifier` or `rewards`."""
+    """A program or function that calls the model as an OpenAI-compatible server; `verifier` or
+    `rewards` score its answer."""
     code: CodeConfig = section(CodeConfig)
-    """How the verifier `code` runs programs."""
     answer_after: str = ""
-    """`exact_match`, `numeric`, `choice` and `reasoning_gym` read only the text after the last
-    occurrence of this marker in the response; if empty, the whole response."""
+    """`exact_match`, `numeric`, `choice` and `reasoning_gym` read only what follows the last
+    occurrence of this marker; empty: the whole response."""
     thinking: tuple[str, ...] | None = ()
-    """Opening and closing tag of what the model thinks before it answers, such as `[<think>,
-    </think>]`: the built-in verifiers read only what follows the last closing tag, and nothing if
-    the thinking does not end. Empty: the tags that the model's chat template names, otherwise
-    `<think>` and `</think>`. null: responses are read whole."""
+    """Tags around what the model thinks, such as `[<think>, </think>]`: built-in verifiers read
+    what follows the last closing tag, and nothing if the thinking does not end. Empty: the chat
+    template's, else `<think>` and `</think>`. null: responses are read whole."""
     regex: RegexConfig = section(RegexConfig)
     json_schema: JsonSchemaConfig = section(JsonSchemaConfig)
     math: MathConfig = section(MathConfig)
@@ -225,44 +208,39 @@ class EnvironmentConfig(Config):
     wrong: Annotated[float, Range(-1e6, 1e6), MAPPING] = 0.0
     """Reward of a wrong answer."""
     unscored: Annotated[float | None, Range(-1e9, 1e9)] = None
-    """Reward of a rollout without a score: cut off at the token limit (`require_stop`), or, with
-    `on_failure: wrong`, its verifier failed. None: the reward of a wrong answer."""
+    """Reward of a rollout without a score: cut off (`require_stop`), or failed with `on_failure:
+    wrong`. null: that of a wrong answer."""
     on_failure: Literal["leave_out", "wrong"] = "leave_out"
-    """What becomes of a rollout whose verifier, session or agent failed: `leave_out`, it is not
-    trained on and counts in no mean, and the group gets another rollout in its place, once;
-    `wrong`, it has the reward `unscored`. A function that computes on a response until its time
-    limit gives no failure but a wrong answer."""
+    """What becomes of a rollout whose verifier, session or agent failed: `leave_out`, it counts
+    nowhere and is replaced once; `wrong`, it has the reward `unscored`. A function that uses up its
+    time limit on a response makes it wrong, not failed."""
     require_stop: bool = True
-    """Treat a response that was cut off at the token limit as wrong."""
+    """A response that was cut off at the token limit is wrong."""
     overlong: OverlongConfig = section(OverlongConfig)
-    """Length penalty added to the reward."""
     num_workers: Annotated[int, Range(1, 1024)] = 1
-    """Processes that decode responses and run the verifier or the sessions."""
+    """Processes that decode responses and run verifier or sessions."""
     time_limit_s: Annotated[float, Range(0.01, 86400.0)] = 10.0
-    """Time limit of a verifier call or session step, in seconds; of a reward server for all
-    attempts at a response together. Beyond it the sample is a failure, or wrong if the function
-    has computed on it (`on_failure`); the run goes on."""
+    """Seconds for a verifier call or session step, or for all attempts at a reward server. A sample
+    beyond it failed, or is wrong if a function computed on it (`on_failure`)."""
     load_limit_s: Annotated[float, Range(0.1, 86400.0)] = 60.0
-    """Time limit in seconds for loading the verifier's or session's file in the check before a run.
-    Importing torch takes 10 s on a busy machine."""
+    """Seconds for loading your file in the check before a run; importing torch takes 10 on a busy
+    machine."""
     memory_limit_mib: Annotated[int | None, Range(64, 2**24)] = None
-    """Memory of a worker process in MiB (Linux); a verifier that asks for more fails. None: 512 for
-    a built-in verifier, no limit for a user's file."""
+    """Memory of a worker process in MiB (Linux). null: 512 for a built-in verifier, no limit for
+    your file."""
     isolate: bool = True
-    """Whether the process of a file of yours, or of tools, is kept from reading the environment
-    variables and memory of other processes, and from signals to them (Linux with Landlock), and has
-    no environment variables with TOKEN, KEY, SECRET, PASSWORD or CREDENTIALS as a word of their
-    names. Set it to false if your code starts programs that change the user, such as sudo or
-    rootless Podman."""
+    """Isolate your file's process, or tools (Linux with Landlock): it cannot read variables and
+    memory of other processes nor signal them, and has no environment variables with the words
+    TOKEN, KEY, SECRET, PASSWORD or CREDENTIALS. Set it to false for programs that change the user,
+    such as sudo or rootless Podman."""
     pass_variables: tuple[str, ...] = ()
-    """Names of environment variables that isolated processes and MCP servers have all the same,
-    such as `[OPENAI_API_KEY]`. Their values are written nowhere."""
+    """Environment variables that isolated processes and MCP servers get all the same, such as
+    `[OPENAI_API_KEY]`. Their values are written nowhere."""
     start_limit_s: Annotated[float, Range(0.01, 86400.0)] = 60.0
-    """Time limit of a session's start, in seconds; beyond it the sample counts as a failure."""
+    """Seconds for a session's start; beyond it the sample failed."""
     max_failure_share: Annotated[float, Range(0.0, 1.0)] = 0.5
-    """The run ends if the verifier or session fails (error, time-out, no number) for at least this
-    fraction of the responses of a step or an evaluation; 1 ends it only if all fail. A tenth of
-    failures is a warning."""
+    """Share of failed responses (error, time-out, no number) of a step or evaluation at which the
+    run ends; 1: only if all fail. A tenth is a warning."""
 
     def check(self) -> None:
         require(
@@ -297,9 +275,7 @@ class EnvironmentConfig(Config):
         self._check_settings()
 
     def _check_settings(self) -> None:
-        """Raise `ValueError` for settings of a verifier that is not used, and for a verifier
-        without the settings that it needs.
-        """
+        """Raise `ValueError` for settings of an unused verifier, or missing ones of a used one."""
         names, length = self.names_used, self.length
         instead = f" ({', '.join(filter(None, names))} is)" if names else " (a session scores)"
         if self.mixture:
@@ -345,16 +321,13 @@ class EnvironmentConfig(Config):
 
     @property
     def asks_servers(self) -> bool:
-        """Whether any verifier or reward function of the recipe, those in `mixture` included, is a
-        reward server, given by its HTTP address.
-        """
-        return any(part._remote_names() for part in self.named_parts.values())
+        """Whether any verifier or reward function is a reward server."""
+        return any(environment._remote_names() for environment in self.named_parts.values())
 
     @property
     def names_used(self) -> list[str]:
-        """Names of all verifiers and reward functions that score responses, `length.verifier`
-        included, which the verifier `length` asks. Empty if `mixture` is set, whose entries have
-        verifiers of their own.
+        """All verifiers and reward functions that score responses; empty with `mixture`, whose
+        entries have their own.
         """
         if self.mixture:
             return []
@@ -363,17 +336,12 @@ class EnvironmentConfig(Config):
 
     @property
     def reads_marker(self) -> bool:
-        """Whether a verifier of `MARKED`, such as `exact_match`, is used. These read the setting
-        `answer_after`: a marker, only the text after which is the answer. False if `mixture` is
-        set.
-        """
+        """Whether a verifier that reads `answer_after` is used; False with `mixture`."""
         return bool(set(MARKED) & set(self.names_used))
 
     @property
     def compares_answers(self) -> list[str]:
-        """Names of the built-in verifiers that are used and compare the response with the prompt's
-        reference answer, so that the data must have answers.
-        """
+        """The used built-in verifiers that compare with a reference answer."""
         needs_none = {"none", "format", "length", "code"} | (
             set() if self.json_schema.value else {"json_schema"}
         )
@@ -381,14 +349,13 @@ class EnvironmentConfig(Config):
 
     @property
     def named_parts(self) -> dict[str, Self]:
-        """The configuration of each verifier of a mixture of data: {name in the table `mixture`: a
-        copy of this configuration with that entry's verifier, without mixture, session class and
-        tools}. Without a mixture {"": this configuration}. Raises `ValueError` that names the entry
-        whose settings do not fit.
+        """{name in `mixture`: a copy with that entry's verifier, without mixture and sessions};
+        without a mixture {"": this configuration}. Raises `ValueError` for an entry whose settings
+        do not fit.
         """
         if not self.mixture:
             return {"": self}
-        found: dict[str, Self] = {}
+        environments: dict[str, Self] = {}
         for name, entry in self.mixture.items():
             require(
                 NAME.fullmatch(name) is not None,
@@ -398,16 +365,15 @@ class EnvironmentConfig(Config):
             asks = any(map(is_remote, entry.rewards or (entry.verifier,)))
             own = dict(entry) | {"remote": self.remote if asks else RemoteConfig()}
             try:
-                found[name] = replace(self, mixture={}, **NO_SESSIONS, **own)
+                environments[name] = replace(self, mixture={}, **NO_SESSIONS, **own)
             except ValueError as error:
                 raise ValueError(f"environment.mixture.{name}: {error}") from None
-        return found
+        return environments
 
     def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """The environment variables {name: value} that a worker process for verifiers, sessions or
-        tools may have, out of `environ`, such as `os.environ`. With `isolate`, variables whose
-        names look like secrets (TOKEN, KEY, ...) are left out unless the recipe names them. Raises
-        `ValueError` if a variable that the recipe names is not in `environ`.
+        """The part of `environ`, such as `os.environ`, that worker processes may have: with
+        `isolate` no secrets but those that the recipe names. Raises `ValueError` if one of these is
+        missing.
         """
         named = dict.fromkeys(self.pass_variables, "pass_variables")
         for server, name in self.tools.server_tokens.items():
@@ -426,37 +392,28 @@ class EnvironmentConfig(Config):
 
     @property
     def programs(self) -> dict[str, CodeConfig]:
-        """The settings of the verifier `code`, which runs programs that the model wrote against
-        tests, wherever the recipe uses it: {name in `mixture`, or "" without a mixture: settings}.
-        Empty if nothing uses `code`.
-        """
+        """{name in `mixture`, or "": settings of the verifier `code`} where it is used."""
         parts = self.named_parts.items()
-        return {name: part.code for name, part in parts if "code" in part.names_used}
+        return {name: scorer.code for name, scorer in parts if "code" in scorer.names_used}
 
     @property
     def has_sessions(self) -> bool:
-        """Whether each rollout has several turns, in which an object, its session, replies to the
-        model: true if the recipe sets `session` (a class), `tools` or `agent`.
-        """
+        """Whether rollouts have several turns, by `session`, `tools` or `agent`."""
         return bool(self.session) or self.tools.are_used or self.agent.is_used
 
     @property
     def may_score_itself(self) -> bool:
-        """Whether the rollouts may end with a score that no verifier has given: those of a session
-        class, an agent's function, or a program that scores itself.
-        """
+        """Whether rollouts may end with a score that no verifier has given."""
         return bool(self.session) or self.agent.is_judge
 
     @property
     def needs_template(self) -> bool:
-        """Whether worker processes write chats by the tokenizer's chat template: with tools and
-        agents.
-        """
+        """Whether worker processes write chats by the tokenizer's chat template."""
         return self.tools.are_used or self.agent.is_used
 
     def hiding(self, places: Iterable[str]) -> Self:
-        """A copy in which `places`, paths of files and folders, are added to `agent.hidden` and all
-        its paths are absolute; this object itself if no program is the agent.
+        """A copy in which `agent.hidden` has the paths `places` too, all absolute; without a
+        program as agent this object.
         """
         if not self.agent.command:
             return self
@@ -464,9 +421,9 @@ class EnvironmentConfig(Config):
         return replace(self, agent=replace(self.agent, hidden=hidden))
 
     def within(self, longest: int, together: int) -> Self:
-        """A copy whose agent has its limits of tokens filled in; this object itself if the recipe
-        has no agent. `agent.context_tokens` becomes `longest` if it is 0 or larger.
-        `agent.rollout_tokens`, if it is 0, becomes the larger of `longest` and `together`.
+        """A copy with the agent's token limits filled in: `context_tokens` at most `longest`,
+        `rollout_tokens` by default the larger of `longest` and `together`. Without an agent this
+        object.
         """
         if not self.agent.is_used:
             return self
@@ -478,23 +435,19 @@ class EnvironmentConfig(Config):
 
     @property
     def needs_verifier(self) -> bool:
-        """Whether a verifier must be loaded before the run. False only if the recipe has a session
-        class or an agent and sets no verifier: these may return scores themselves. If they return
-        an `Answer` instead of a score, `exact_match` scores the answer.
+        """Whether a verifier must be loaded; not if a session class or agent alone gives scores. If
+        these return an `Answer`, `exact_match` scores it.
         """
         named = self.verifier != "exact_match" or bool(self.rewards or self.mixture)
         return not self.may_score_itself or named
 
     def without_sessions(self) -> Self:
-        """A copy of the configuration without session class and tools, for verifiers that score the
-        final answers of sessions.
-        """
+        """A copy without sessions, for the verifiers of their final answers."""
         return replace(self, **NO_SESSIONS)
 
     @property
     def maps_no_scores(self) -> bool:
-        """Whether the verifier's score is the reward as it is: `correct` and `wrong` have their
-        defaults 1 and 0. Otherwise a score from 0 to 1 is mapped linearly to the range from `wrong`
-        to `correct`.
+        """Whether the score is the reward as it is; otherwise 0 to 1 is mapped to `wrong` to
+        `correct`.
         """
         return (self.correct, self.wrong) == (1.0, 0.0)

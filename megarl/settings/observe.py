@@ -28,77 +28,67 @@ STEP_METRICS = (
     *("publish/wait_s", "publish/digest_s", "publish/install_s"),
     *("time/rollout_s", "time/wait_s", "time/train_s", "time/publish_s", "time/step_s"),
 )
-"""Names of the metrics of a step of `task: rl`; a verifier's own, `environment/<name>`, come
-beside them."""
+"""Metrics of a step of `task: rl`; a verifier's own are `environment/<name>`."""
 DISTILLATION_METRICS = ("divergence", "teacher_logprob")
-"""Names of the metrics of a step that only `task: distill` has."""
+"""Metrics of a step that only `task: distill` has."""
 EVALUATION_METRICS = (
     *("accuracy", "reward/mean", "reward/responses", "length/mean", "length/truncated_share"),
     *("verifier/failures", "verifier/abstained", "problems"),
 )
-"""Names of the metrics of an evaluation, each with `eval/` or `eval_sampled/` before it."""
+"""Metrics of an evaluation, each with `eval/` or `eval_sampled/` before it."""
 Bound = Annotated[float | None, Range(-8e307, 8e307)]
 
 
 class ObserveConfig(Config):
-    """What a run reports and where: metrics for TensorBoard, Weights & Biases, MLflow and trackio,
-    transcripts of rollouts, progress, and timelines of what its processes do; `metrics.jsonl` in
-    the run folder is always written.
-    """
+    """What a run reports besides `metrics.jsonl`, and where."""
 
     tensorboard: bool = True
     """Also write metrics for TensorBoard."""
     wandb_project: str = ""
-    """Weights & Biases project that also gets the metrics, if set; the API key comes from the
-    environment."""
+    """Weights & Biases project for the metrics; the API key comes from the environment."""
     mlflow_experiment: str = ""
-    """MLflow experiment that also gets the metrics, if set; MLFLOW_TRACKING_URI in the environment
-    says where."""
+    """MLflow experiment for the metrics, at MLFLOW_TRACKING_URI of the environment."""
     trackio_project: str = ""
-    """trackio project that also gets the metrics, if set; TRACKIO_DIR, TRACKIO_SERVER_URL or
-    TRACKIO_SPACE_ID in the environment says where."""
+    """trackio project for the metrics, at TRACKIO_DIR, TRACKIO_SERVER_URL or TRACKIO_SPACE_ID of
+    the environment."""
     transcripts_per_step: Annotated[int, Range(0, MOST_SAMPLES)] = 2
-    """Number of groups (all rollouts of one prompt) per step that are written to
-    `transcripts.jsonl`."""
+    """Groups (all rollouts of one prompt) of each step in `transcripts.jsonl`."""
     transcripts_gib: Annotated[float, Range(0.0, 1e6)] = 4.0
-    """GiB of transcripts that are kept, in files of 64 MiB; beyond it the oldest files but the
-    first are removed."""
+    """GiB of transcripts to keep, in files of 64 MiB; beyond it the oldest but the first are
+    removed."""
     progress: bool = True
     """Show progress on standard error."""
     batches: bool = False
-    """Write the batch that each step trains on to the run folder's `batches/`, 13 bytes a token,
-    for `megarl replay`."""
+    """Write each step's batch to the run folder's `batches/`, 13 bytes a token, for `megarl
+    replay`."""
     activity: bool = True
-    """Record what each process does in the run folder's `activity/`, for `megarl status` and
-    Perfetto."""
+    """Record what each process does in `activity/`, for `megarl status` and Perfetto."""
 
 
 class EarlyStopConfig(Config):
-    """Ends a run before its last step, with a checkpoint, once a metric has reached a bound."""
+    """Ends a run early, with a checkpoint, once a metric has reached a bound."""
 
     metric: str = ""
-    """Name of a metric in `metrics.jsonl` or `evaluations.jsonl`, for example eval/accuracy; empty
-    for no early stop."""
+    """A metric in `metrics.jsonl` or `evaluations.jsonl`, such as eval/accuracy; empty: no early
+    stop."""
     at_least: Bound = None
     """Stop once the metric is this or higher."""
     at_most: Bound = None
     """Stop once the metric is this or lower."""
 
     def check(self) -> None:
-        given = [bound for bound in (self.at_least, self.at_most) if bound is not None]
+        bounds = [bound for bound in (self.at_least, self.at_most) if bound is not None]
         require(
-            len(given) == (1 if self.metric else 0),
+            len(bounds) == (1 if self.metric else 0),
             f"early_stop.metric is {self.metric!r}, with at_least {self.at_least} and at_most"
             f" {self.at_most}; set a metric and one of the two, or none of the three",
         )
 
 
 class ReplayConfig(Config):
-    """Settings of `megarl replay`, which repeats the training steps of a finished run on the
-    batches that the run has recorded: which run, and how many steps.
-    """
+    """Settings of `megarl replay`, which repeats training steps on a run's recorded batches."""
 
     run: PathText = ""
-    """The run folder with the batches; `megarl replay RUN` sets it."""
+    """The run folder with the batches, set by `megarl replay RUN`."""
     steps: Annotated[int, Range(0, MOST_STEPS)] = 0
-    """Steps to train again, from the first one; 0 for all that the run has finished."""
+    """Steps to train again, from the first; 0: all that the run has finished."""

@@ -1,6 +1,6 @@
-"""What other trainers call the settings of a recipe, for hints only: no such name is accepted.
+"""What TRL, verl and OpenRLHF call the settings of a recipe, for hints only.
 
-The names are those of TRL, verl and OpenRLHF. To add one, write its last part into `TABLE`.
+To add a name, write its last part into `TABLE`.
 """
 
 TABLE = """\
@@ -66,11 +66,10 @@ prompts.template ('chat') | demonstrations.template ('chat') | preferences.templ
 chat_template_kwargs apply_chat_template_kwargs enable_thinking = \
 prompts.template_variables | demonstrations.template_variables | preferences.template_variables
 """
-"""Lines of: names of theirs = our dotted keys, each with what is different."""
+"""Lines of: their names = our dotted keys, each with what is different."""
 NAMES = {
     name: tuple(ours.split(" | "))
     for theirs, _, ours in (line.partition(" = ") for line in TABLE.splitlines())
     for name in theirs.split()
 }
-"""{name of a setting in another library, in lower case: our dotted keys}; a hint names those keys
-that the command has."""
+"""{their name, in lower case: our dotted keys}; a hint names those that the command has."""

@@ -2,11 +2,8 @@
 
     algorithm: gspo                    algorithm: {preset: gspo, entropy_coefficient: 0.01}
 
-A preset fills in the settings that the recipe leaves out. A setting that contradicts it is refused:
-the run would be called by a name that it is not. `megarl run RECIPE.yaml --print-config` prints
-what a preset means.
-
-To add one, add its settings to `PRESETS` and its name to `PresetName` in `settings/objectives.py`.
+A setting that contradicts the preset is refused. To add one, add its settings to `PRESETS` and its
+name to `PresetName` in `settings/objectives.py`.
 """
 
 from typing import Any
@@ -49,16 +46,13 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def spelled_out(tree: dict[str, Any]) -> dict[str, Any]:
-    """The recipe `tree` (nested dicts) with `algorithm: NAME`, short for a preset such as "grpo",
-    written as `algorithm: {preset: NAME}`: a new dict then, otherwise the same one.
-    """
+    """The recipe `tree` with `algorithm: NAME` written as `algorithm: {preset: NAME}`."""
     name = tree.get("algorithm")
     return tree | {"algorithm": {"preset": name}} if isinstance(name, str) else tree
 
 
 def long_word(word: str) -> str:
-    """A word of a command line: `--algorithm` or `--algorithm=NAME`, short for a preset such as
-    "grpo", becomes `--algorithm.preset` or `--algorithm.preset=NAME`; other words are returned
+    """A command line's `--algorithm` or `--algorithm=NAME` as `--algorithm.preset...`; other words
     unchanged.
     """
     name, equals, value = word.partition("=")
@@ -66,10 +60,7 @@ def long_word(word: str) -> str:
 
 
 def filled_in(tree: Any) -> Any:
-    """The recipe `tree` (nested dicts) with the settings that its `algorithm.preset`, the name of
-    an algorithm such as "dapo", stands for and that the recipe leaves out: a new dict then. A tree
-    without a known preset is returned unchanged.
-    """
+    """The recipe `tree` with the settings of its preset that it leaves out; others unchanged."""
     tree = spelled_out(tree) if isinstance(tree, dict) else tree
     algorithm = tree.get("algorithm") if isinstance(tree, dict) else None
     name = algorithm.get("preset") if isinstance(algorithm, dict) else None

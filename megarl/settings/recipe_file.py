@@ -24,11 +24,11 @@ from megarl.settings.schema import Config, dotted
 from megarl.system.files import RECIPES
 
 LARGEST_BYTES = 2**20
-"""Size limit of a recipe file in bytes; real ones have a few kilobytes."""
+"""Largest recipe; real ones have a few kilobytes."""
 MOST_VALUES = 10_000
-"""Largest number of values in a recipe, with every alias (`*name`) written out."""
+"""Most values in a recipe, with every alias (`*name`) written out."""
 DEEPEST = 20
-"""Maximum nesting depth of sections and lists in a recipe."""
+"""Deepest nesting of sections and lists."""
 RENAMED = {
     "rollout.samples_per_group": "rollout.group_size",
     "training.mini_batches": "training.num_mini_batches",
@@ -44,26 +44,20 @@ RENAMED = {
     "reward_model.precision": "reward_model.engine.dtype",
     "reward_model.micro_batch_tokens": "reward_model.engine.max_batched_tokens",
 }
-"""{key of older recipes: its present name}; old keys are refused with the new name in the
-message."""
+"""{key of older recipes: its present name, for the message that refuses it}"""
 TAG = "tag:yaml.org,2002:"
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads the YAML of recipes: texts, numbers, truth values, null, lists and mappings.
-
-    Differs from PyYAML's `SafeLoader`: `1e-4` is a number and `010` is 10, as in YAML 1.2; a date
-    is a text; other tags, keys that are no texts, and keys that occur twice are errors.
+    """Reads the YAML of recipes. Unlike PyYAML's `SafeLoader`, `1e-4` is a number and `010` is 10
+    (YAML 1.2), a date is a text, and other tags, keys that are no texts or occur twice are errors.
     """
 
     num_values = 0
 
     def value(self, node: yaml.Node, lines: dict[str, int], key: str = "", depth: int = 0) -> Any:
-        """The value of a YAML node as text, number, truth value, None, list or dict. `key`: dotted
-        path of the node in the recipe. {dotted key: line, from 1} of the node and of all settings
-        inside the node is added to `lines`. `depth`: nesting depth of the node. Raises
-        `yaml.YAMLError` for what a recipe must not have: deep nesting, too many values, keys that
-        occur twice or are no texts.
+        """The value of a node; adds {dotted key: line, from 1} of it and all in it to `lines`.
+        Raises `yaml.YAMLError` for what a recipe must not have.
         """
         self.num_values += 1
         if depth > DEEPEST:  # also a list that contains itself
@@ -75,7 +69,7 @@ class _Loader(yaml.SafeLoader):
         lines.setdefault(key, _line(node))
         if node.tag == f"{TAG}seq" and isinstance(node, yaml.SequenceNode):
             items = enumerate(node.value)
-            return [self.value(one, lines, f"{key}[{n}]", depth + 1) for n, one in items]
+            return [self.value(item, lines, f"{key}[{n}]", depth + 1) for n, item in items]
         if node.tag != f"{TAG}map" or not isinstance(node, yaml.MappingNode):
             return self.scalar(node)
         first: dict[str, yaml.Node] = {}
@@ -89,20 +83,18 @@ class _Loader(yaml.SafeLoader):
                 )
             first[text] = name
         self.flatten_mapping(node)
-        node.value = list({str(name.value): (name, one) for name, one in node.value}.values())
-        found = {}
-        for name, one in node.value:
+        node.value = list({str(name.value): (name, item) for name, item in node.value}.values())
+        tree = {}
+        for name, item in node.value:
             if name.tag != f"{TAG}str":
                 raise _mistake(name, "a key is not a text; write the name of a setting")
             inner = f"{key}.{name.value}".removeprefix(".")
             lines[inner] = _line(name)
-            found[self.scalar(name)] = self.value(one, lines, inner, depth + 1)
-        return found
+            tree[self.scalar(name)] = self.value(item, lines, inner, depth + 1)
+        return tree
 
     def scalar(self, node: yaml.Node) -> Any:
-        """The value of a scalar YAML node: a text, number, truth value or None. Raises
-        `yaml.YAMLError` if it cannot be read.
-        """
+        """The value of a scalar node. Raises `yaml.YAMLError` if it cannot be read."""
         try:
             return readable(self.construct_object(node))
         except yaml.YAMLError:
@@ -112,8 +104,8 @@ class _Loader(yaml.SafeLoader):
 
 
 def readable(value: Any) -> Any:
-    """The value of a setting, unchanged. Raises `ValueError` for a text with the character NUL or
-    with half of a surrogate pair, which no file name or UTF-8 text can have.
+    """The value unchanged. Raises `ValueError` for a text with NUL or half a surrogate pair, which
+    no file name or UTF-8 text can have.
     """
     if isinstance(value, str) and "\0" in value:
         raise ValueError(f" {shortened(repr(value))} holds the character NUL; remove it")
@@ -123,7 +115,6 @@ def readable(value: Any) -> Any:
 
 
 def _line(node: yaml.Node) -> int:
-    """Line of a YAML node, from 1."""
     return node.start_mark.line + 1
 
 
@@ -138,16 +129,16 @@ def _number(loader: _Loader, node: Any) -> int:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes a text in quotes wherever `_Loader` would take the bare text for a number."""
+    """Writes a text in quotes where `_Loader` would take it for a number."""
 
 
 _Loader.yaml_constructors = {
-    f"{TAG}{kind}": yaml.SafeLoader.yaml_constructors[f"{TAG}{kind}"]
-    for kind in ("null", "bool", "float", "str")
+    f"{TAG}{name}": yaml.SafeLoader.yaml_constructors[f"{TAG}{name}"]
+    for name in ("null", "bool", "float", "str")
 } | {None: yaml.SafeLoader.construct_undefined, f"{TAG}int": _number}
 _Loader.yaml_implicit_resolvers = {
-    first: [one for one in known if one[0].removeprefix(TAG) not in ("timestamp", "int", "float")]
-    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    first: [row for row in rows if row[0].removeprefix(TAG) not in ("timestamp", "int", "float")]
+    for first, rows in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 NUMBERS = {
     "int": r"^[-+]?(?:0x[0-9a-fA-F]+|0o[0-7]+|[0-9][0-9_]*)$",
@@ -160,17 +151,13 @@ for _kind, _pattern in NUMBERS.items():
 
 
 def dump_yaml(tree: Any) -> str:
-    """The YAML text of nested dicts, lists, texts and numbers, which `parse_yaml` reads back."""
+    """The YAML text of plain data, which `parse_yaml` reads back."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def parse_yaml(text: str, lines: dict[str, int] | None = None) -> Any:
-    """The value of a YAML text, None for an empty one; YAML 1.2 numbers, so that `1e-4` is a
-    number. If `lines` is given, {dotted key: its line, from 1} of each setting is added to it.
-
-    Raises `ValueError` for a text that is not YAML, or has what a recipe must not have, such as a
-    key that occurs twice. The message continues the name of the text, as in ", line 3: the key
-    ...".
+    """The value of a YAML text, None for an empty one; adds {dotted key: line, from 1} to `lines`.
+    Raises `ValueError`, which continues the text's name, as in ", line 3: the key ...".
     """
     try:
         loader = _Loader(text)
@@ -181,17 +168,16 @@ def parse_yaml(text: str, lines: dict[str, int] | None = None) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}" if mark is not None else ""
-        said = " ".join(f"{error.problem or error.context}".split())
-        kind = "" if isinstance(error, yaml.constructor.ConstructorError) else " is not YAML"
-        raise ValueError(f"{line}{kind}: {said}") from None
+        problem = " ".join(f"{error.problem or error.context}".split())
+        reason = "" if isinstance(error, yaml.constructor.ConstructorError) else " is not YAML"
+        raise ValueError(f"{line}{reason}: {problem}") from None
     except yaml.YAMLError as error:
         raise ValueError(f" is not YAML: {' '.join(str(error).split())}") from None
 
 
 def read_tree(path: Path, lines: dict[str, int] | None = None) -> dict[str, Any]:
-    """Read a YAML recipe file as nested dicts; {} for an empty file. If `lines` is given, {dotted
-    key: its line, from 1} of each setting is added to it. Raises `ValueError` with file and line
-    for a file that is missing, too large, no YAML or no mapping.
+    """Read a YAML recipe as nested dicts; adds {dotted key: line, from 1} to `lines`. Raises
+    `ValueError` with file and line.
     """
     inside = path / "recipe.yaml"
     try:
@@ -199,7 +185,7 @@ def read_tree(path: Path, lines: dict[str, int] | None = None) -> dict[str, Any]
         require(not path.is_dir(), f" is a folder; pass a .yaml file{more}")
         example = f"pass the path of a .yaml file, or the name of a recipe in {RECIPES}"
         if not path.is_file():
-            names = [one.stem for one in RECIPES.glob("*.yaml")]
+            names = [file.stem for file in RECIPES.glob("*.yaml")]
             close = difflib.get_close_matches(str(path).removesuffix(".yaml"), names)
             meant = f"; did you mean {' or '.join(close)}?" if close else ""
             raise ValueError(f" does not exist{meant}; {example}")
@@ -212,26 +198,23 @@ def read_tree(path: Path, lines: dict[str, int] | None = None) -> dict[str, Any]
         )
         return tree or {}
     except OSError as error:
-        said = f" cannot be read: {error.strerror}; pass another path"
+        problem = f" cannot be read: {error.strerror}; pass another path"
     except UnicodeDecodeError as error:
-        said = f" is no text (byte {error.start}: {error.reason}); pass a .yaml file in UTF-8"
+        problem = f" is no text (byte {error.start}: {error.reason}); pass a .yaml file in UTF-8"
     except ValueError as error:
-        said = str(error)
-    raise ValueError(f"recipe {path}{said}")
+        problem = str(error)
+    raise ValueError(f"recipe {path}{problem}")
 
 
 def is_section(kind: Any) -> TypeGuard[type[Config]]:
-    """Whether a type is a configuration class, so that a setting of the type is a section of
-    settings.
-    """
+    """Whether a type is a configuration class."""
     return isinstance(kind, type) and issubclass(kind, Config)
 
 
 def walk(kind: Any, keys: Sequence[int | str]) -> tuple[Any, int]:
-    """Follow a path of keys, such as ["training", "optimizer"], through the settings of
-    configuration class `kind`, as far as the keys are known. Returns (type of the setting reached,
-    number of keys that were followed). The key of a list's item is its index; the keys of a setting
-    of type dict, such as the names of several critics, are the user's, and all are known.
+    """Follow a path of keys through the settings of class `kind`. Returns (type of the setting
+    reached, number of known keys). A list's items have their index as key; all names in a dict are
+    known.
     """
     for depth, key in enumerate(keys):
         inner = typing.get_args(kind)
@@ -245,16 +228,13 @@ def walk(kind: Any, keys: Sequence[int | str]) -> tuple[Any, int]:
 
 
 def has_key(kind: Any, key: str) -> bool:
-    """Whether configuration class `kind` has a setting or section with the dotted name `key`, such
-    as "training.optimizer.learning_rate".
-    """
+    """Whether class `kind` has the setting or section `key`, such as "training.optimizer"."""
     return walk(kind, key.split("."))[1] == key.count(".") + 1
 
 
 def hint(kind: Any, keys: Sequence[int | str]) -> str:
-    """Advice for the message about an unknown key at the path `keys` in configuration class `kind`,
-    beginning with "; ": the key's new name, what it is called here if it is another library's name,
-    the most similar known key, or all known keys.
+    """Advice about an unknown key, beginning with "; ": its new name, what another library's name
+    is called here, the most similar key, or all keys.
     """
     at, depth = walk(kind, keys)
     if new := RENAMED.get(dotted(keys[: depth + 1])):
@@ -262,7 +242,7 @@ def hint(kind: Any, keys: Sequence[int | str]) -> str:
     if not is_section(at):
         return f"; {dotted(keys[:depth])} is no section"
     theirs = NAMES.get(str(keys[-1]).lower(), ())
-    if ours := [one for one in theirs if has_key(kind, one.split()[0])]:
+    if ours := [name for name in theirs if has_key(kind, name.split()[0])]:
         return f"; here it is {' or '.join(ours)}"
     known = [*at.model_fields]
     close = difflib.get_close_matches(str(keys[depth]), known, n=1)
@@ -270,9 +250,7 @@ def hint(kind: Any, keys: Sequence[int | str]) -> str:
 
 
 def put(tree: dict[str, Any], keys: Sequence[str], value: Any) -> None:
-    """Set `value` at a path of keys in the nested dicts `tree`, in place; a dict is made wherever
-    the path meets none, in place of another value if there is one.
-    """
+    """Set `value` at a path of keys in `tree`, in place; dicts are made where the path has none."""
     for key in keys[:-1]:
         if not isinstance(tree.get(key), dict):
             tree[key] = {}
@@ -281,11 +259,10 @@ def put(tree: dict[str, Any], keys: Sequence[str], value: Any) -> None:
 
 
 def override(tree: dict[str, Any], kind: Any, words: Sequence[str]) -> list[str]:
-    """Change the nested dicts `tree` in place by settings of a command line, `words`:
-    `--section.key value` or `--section.key=value`; several values make a list. Values are read as
-    YAML, by the type that the setting has in configuration class `kind`; keys that the class does
-    not have are set too. Returns the dotted keys that were set, with those of their sections.
-    Raises `ValueError` for a word that is no setting.
+    """Change `tree` in place by a command line's words, `--section.key value` or
+    `--section.key=value`; several values make a list. Unknown keys are set too. Returns the dotted
+    keys that were set, with those of their sections. Raises `ValueError` for a word that is no
+    setting.
     """
     changed, left = [], list(words)
     while left:
@@ -309,16 +286,16 @@ def override(tree: dict[str, Any], kind: Any, words: Sequence[str]) -> list[str]
 
 
 def _value(kind: Any, values: list[str], word: str) -> Any:
-    """The value that words of a command line give to a setting of type `kind`."""
+    """The value that words give to a setting of type `kind`."""
     choices = typing.get_args(kind)  # of a Literal, or the types of a union
     is_text = kind is str or (any(isinstance(x, str) for x in choices) and True not in choices)
     try:
         # Python's None is YAML's null.
-        found = [readable(x) if is_text else None if x == "None" else parse_yaml(x) for x in values]
+        items = [readable(x) if is_text else None if x == "None" else parse_yaml(x) for x in values]
     except ValueError as error:
         raise ValueError(f"{word}{error}") from None
-    if typing.get_origin(kind) is tuple and not (len(found) == 1 and isinstance(found[0], list)):
-        return found
-    if len(found) != 1:
-        raise ValueError(f"{word} has {len(found)} values; write one: {word} VALUE")
-    return found[0]
+    if typing.get_origin(kind) is tuple and not (len(items) == 1 and isinstance(items[0], list)):
+        return items
+    if len(items) != 1:
+        raise ValueError(f"{word} has {len(items)} values; write one: {word} VALUE")
+    return items[0]

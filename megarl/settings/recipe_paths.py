@@ -1,6 +1,5 @@
 """Paths in a recipe: `~` and `$VARIABLE` are expanded, and a relative path that does not exist in
-the working folder is looked for in the recipe's folder. A recipe that comes with megarl is found by
-its name.
+the working folder is looked for in the recipe's folder.
 
     source: PathText = ""      reads "$DATA/a.jsonl" of a recipe as "/d/a.jsonl"
 """
@@ -21,37 +20,32 @@ from megarl.system.files import RECIPES
 
 VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 LONGEST_PATH, LONGEST_NAME = 4095, 255
-"""Limits of Linux in bytes: of a path, and of one name in it."""
+"""Limits of Linux in bytes."""
 
 
 @dataclass
 class Beside:
-    """The folder of the recipe that is being read, in which relative paths are looked for. Given to
-    pydantic as the validation context; validation adds each path that it finds in this folder to
-    the list `found`.
-    """
+    """The folder of the recipe that is being read: pydantic's validation context."""
 
     folder: Path | None
-    """The recipe's folder; None: relative paths are looked for in the working folder only."""
-    found: list[tuple[str | None, str, str]] = field(default_factory=list)
+    """None: paths are looked for in the working folder only."""
+    paths: list[tuple[str | None, str, str]] = field(default_factory=list)
     """(name of the setting without its sections, path as it is used, what to tell the user) of each
     path that was found in the recipe's folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class IsPath:
-    """Marks, in `Annotated[str, IsPath(use, names, what)]`, a setting of a configuration class that
-    names a file, a folder or code. `use`: "read", "write" or "code". For code, `names`: the
-    built-in names that are allowed, empty for any, and `what`: whether a user's file must have a
-    "function" or a "Class". When a recipe is read, the text is expanded and checked.
+    """Marks a setting that names a file, a folder or code; its text is expanded and checked when a
+    recipe is read.
     """
 
     use: Literal["read", "write", "code"] = "read"
     """`read`: looked for in the recipe's folder too. `write`: always in the working folder. `code`:
-    may be another name than a file's; like `read` where it ends in .py."""
+    like `read` where it ends in .py."""
     names: tuple[str, ...] = ()
-    """Of `code`: the built-in names, beside which only `path/to/file.py:function` is allowed.
-    Empty: any other name is."""
+    """Of `code`: the built-in names, beside which only `path/to/file.py:function` is allowed;
+    empty: any."""
     what: Literal["function", "Class"] = "function"
     """Of `code`: what the user's file must have."""
 
@@ -59,15 +53,13 @@ class IsPath:
         return core_schema.with_info_after_validator_function(self.read, handler(source))
 
     def read(self, text: str, info: ValidationInfo) -> str:
-        """Called by pydantic with the setting's text, a path or a name of code. Returns the path
-        that is used: `~` and variables replaced and, if it is found only in the recipe's folder,
-        joined with that folder. Raises pydantic's error, with what to set, for a text that is too
-        long for a path, has an unknown variable or user, or for code is neither in `names` nor
-        `path/to/file.py:function`.
+        """The path that is used: expanded, and joined with the recipe's folder if it is only there.
+        Raises pydantic's error for a text that is too long, has an unknown variable or user, or for
+        code is no allowed name.
         """
         if "\0" in text:
             raise refused(f"is {text!r}, which holds the character NUL; remove it")
-        longest = max(len(part.encode()) for part in text.split("/"))
+        longest = max(len(name.encode()) for name in text.split("/"))
         if len(text.encode()) > LONGEST_PATH:
             raise refused(
                 f"has {len(text.encode()):,} bytes, too many for a path; set a shorter one"
@@ -87,53 +79,50 @@ class IsPath:
         beside = info.context
         if not isinstance(beside, Beside):
             return text
-        here = expanded(text)
-        head, colon, function = here.rpartition(":")
-        file, rest = (head, colon + function) if head.endswith(".py") else (here, "")
+        path = expanded(text)
+        head, colon, function = path.rpartition(":")
+        file, rest = (head, colon + function) if head.endswith(".py") else (path, "")
         is_read = self.use == "read" or (self.use == "code" and file.endswith(".py"))
         if not (file and is_read and beside.folder) or _is_there(file):
-            return here
-        there = os.path.normpath(beside.folder / file)
-        if not _is_there(there):
-            return here
-        said = f"{here} is not in the working folder; {there}{rest} is taken"
-        beside.found.append((info.field_name, there + rest, said))
-        return there + rest
+            return path
+        beside_recipe = os.path.normpath(beside.folder / file)
+        if not _is_there(beside_recipe):
+            return path
+        message = f"{path} is not in the working folder; {beside_recipe}{rest} is taken"
+        beside.paths.append((info.field_name, beside_recipe + rest, message))
+        return beside_recipe + rest
 
 
 PathText = Annotated[str, IsPath()]
-"""Type of a setting that names a file or folder that is read; also a hub name."""
+"""A file or folder that is read; also a hub name."""
 OutputText = Annotated[str, IsPath("write")]
-"""Type of a setting that names a folder that is written."""
+"""A folder that is written."""
 CodeText = Annotated[str, IsPath("code")]
-"""Type of a setting that names code: `file.py:function`, an address, or a built-in name."""
+"""Code: `file.py:function`, an address, or a built-in name."""
 
 
 def expanded(path: str) -> str:
     """`path` with `~`, `~user`, `$VARIABLE` and `${VARIABLE}` replaced; addresses (`http://...`)
-    stay. Raises an error that pydantic shows with the setting's key, a `ValueError`, for a variable
-    that is not set or empty, and for an unknown user.
+    stay. Raises `ValueError`, for pydantic, for an unset variable or unknown user.
     """
     if "://" in path:
         return path
 
-    def value(found: re.Match[str]) -> str:
-        name = found[1] or found[2]
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[2]
         if not os.environ.get(name):
             raise refused(f"is '{path}', but the variable {name} is not set; export {name}")
         return os.environ[name]
 
-    found = os.path.expanduser(VARIABLE.sub(value, path))
-    if found.startswith("~"):
-        raise refused(f"is '{path}', which begins with no user's name; write ./{found}")
-    return found
+    result = os.path.expanduser(VARIABLE.sub(value, path))
+    if result.startswith("~"):
+        raise refused(f"is '{path}', which begins with no user's name; write ./{result}")
+    return result
 
 
 def recipe_path(file: str | Path, say: Callable[[str], object] = str) -> Path:
-    """The path of the recipe `file`, with `~` and variables replaced. A single word such as
-    "quickstart", where the working folder has nothing of that name, is the name of a recipe in
-    `RECIPES`: `say` is then called with a line of text that names the file. A path or word for
-    which there is no file is returned as a path. Raises `ValueError` as `expanded` does.
+    """The path of the recipe `file`. A single word that the working folder has not is a recipe in
+    `RECIPES`, which `say` is told. The path may not exist. Raises `ValueError` as `expanded` does.
     """
     path = expanded(str(file))
     ours = RECIPES / f"{path}.yaml"
@@ -144,8 +133,8 @@ def recipe_path(file: str | Path, say: Callable[[str], object] = str) -> Path:
 
 
 def typed(word: str) -> str:
-    """A word of a command line with the home folder in place of `~` or `~/` at its beginning or
-    behind `--option=`, where a shell does not expand it. Other words unchanged.
+    """A word of a command line with the home folder in place of `~` at its beginning or behind
+    `--option=`, where a shell does not expand it.
     """
     name, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
     is_home = value == "~" or value.startswith("~/")

@@ -1,6 +1,4 @@
-"""The recipe of `megarl serve-reward`: what is served, a verifier, a reward model or a judge, and
-where.
-"""
+"""The recipe of `megarl serve-reward`: what is served, and where."""
 
 from typing import Annotated, Literal
 
@@ -16,75 +14,68 @@ JUDGES_NOTHING = Without("from_scratch", why="but random weights judge nothing")
 
 
 class ServedModelConfig(Config):
-    """A reward model (a sequence classifier) that a reward server scores responses with, run by
-    vLLM.
-    """
+    """A reward model, run by vLLM."""
 
     model: Annotated[ModelConfig, JUDGES_NOTHING] = section(ModelConfig)
     """A sequence classifier with one label, such as `task: reward_model` trains, and its
     tokenizer."""
     template: Literal["none", "rendered"] = "none"
-    """How prompts are read, which are texts: `none` adds the tokenizer's first special tokens to
-    them, `rendered` does not, because the client's chat template has written them."""
+    """How prompts, which are texts, are read: `none` adds the tokenizer's first special tokens;
+    `rendered` does not, as the client's chat template has."""
     max_tokens: Annotated[int, Range(0, MOST_TOKENS)] = 0
-    """Most tokens of a prompt with its response; a longer text is a failure and never cut. 0: as
-    many as the model has positions."""
+    """Most tokens of a prompt with its response; a longer text is a failure, never cut. 0: as many
+    as the model has positions."""
     engine: EngineConfig = section(EngineConfig)
     """Data type, tensor-parallel degree and memory of the engine."""
     time_limit_s: Annotated[float, Range(0.1, LONGEST_WAIT_S)] = 60.0
-    """Seconds until a text without a score counts as a failure."""
+    """Seconds until a text without a score is a failure."""
 
 
 ONE_VERDICT = "but judge.temperature is 0, with which all verdicts on a response are the same"
 
 
 class JudgeConfig(Config):
-    """A language model that reads a prompt with a response and writes a verdict, from which the
-    score is read; run by vLLM.
-    """
+    """A language model, run by vLLM, that writes a verdict on a response."""
 
     model: Annotated[ModelConfig, JUDGES_NOTHING] = section(ModelConfig)
     """A causal language model and its tokenizer."""
     engine: EngineConfig = section(EngineConfig)
     """Data type, tensor-parallel degree and memory of the engine."""
     template: str = ""
-    """What the judge reads, with the fields `{prompt}`, `{response}`, `{answer}` (the reference
-    answer) and `{fields.NAME}` (column NAME of the prompt's row). `{response}` is required. Other
-    braces are doubled: `{{` and `}}`."""
+    """What the judge reads, with `{prompt}`, `{response}` (required), `{answer}` (the reference
+    answer) and `{fields.NAME}` (a column of the prompt's row). Other braces are doubled."""
     template_file: Annotated[PathText, Excludes("template")] = ""
     """A text file with the template, instead of `template`."""
     chat: bool = True
-    """Wrap the text, as a message of the user, in the tokenizer's chat template."""
+    """Wrap the text, as the user's message, in the tokenizer's chat template."""
     template_variables: Annotated[TemplateVariables, Of("chat")] = {}
-    """{name: value}: with `chat`, variables that the chat template reads, such as
-    `{enable_thinking: false}`."""
+    """With `chat`: variables of the chat template, such as `{enable_thinking: false}`."""
     system: Annotated[str, Of("chat", fix="write it into the template")] = ""
     """The chat's system message; empty for none."""
     verdict: str = ""
-    """Regular expression with one group, searched in what the judge has written: the last match
-    counts. Its group is a number, or one of `choices`."""
+    """Regular expression with one group, a number or one of `choices`; its last match in the
+    judge's text counts."""
     choices: Annotated[dict[str, float], Range(-1e9, 1e9), Excludes("lowest")] = {}
-    """{verdict: score}, for example `{"yes": 1.0, "no": 0.0}`, regardless of upper and lower case.
-    Without `verdict`, the last of these words that the judge has written counts."""
+    """{verdict: score}, such as `{"yes": 1.0, "no": 0.0}`, in any case. Without `verdict`, the last
+    of these words counts."""
     lowest: Annotated[float | None, Range(-1e9, 1e9)] = None
-    """The number that becomes score 0; a number below it is a failure. None: numbers are scores as
-    they are."""
+    """The number that becomes score 0; a lower one is a failure. null: numbers are scores."""
     highest: Annotated[float | None, Range(-1e9, 1e9)] = None
-    """The number that becomes score 1; a number above it is a failure."""
+    """The number that becomes score 1; a higher one is a failure."""
     max_new_tokens: Annotated[int, Range(1, MOST_TOKENS)] = 512
     """Most tokens that the judge writes."""
     require_stop: bool = True
-    """A text that was cut off at `max_new_tokens` has no verdict. Set false where the verdict comes
-    first and the rest does not matter."""
+    """A text cut off at `max_new_tokens` has no verdict. Set it to false where the verdict comes
+    first."""
     temperature: Annotated[float, Range(0.01, 2.0, or_zero=True)] = 0.0
     """Sampling temperature; 0 is greedy."""
     samples: Annotated[int, Range(1, 1024), Of("temperature", why=ONE_VERDICT)] = 1
-    """Verdicts on each response; the score is the mean of those that can be read."""
+    """Verdicts on each response, of which the mean of the readable ones is the score."""
     max_tokens: Annotated[int, Range(0, MOST_TOKENS)] = 0
-    """Most tokens of what the judge reads and writes together; a longer one is a failure and never
-    cut. 0: as many as the model has positions."""
+    """Most tokens that the judge reads and writes; a longer text is a failure, never cut. 0: as
+    many as the model has positions."""
     time_limit_s: Annotated[float, Range(0.1, LONGEST_WAIT_S)] = 120.0
-    """Seconds until a response without all its verdicts counts as a failure."""
+    """Seconds until a response without all its verdicts is a failure."""
 
     def check(self) -> None:
         if not self.model.path:
@@ -134,12 +125,10 @@ NO_MODEL = "but no model.path, so that they would do nothing"
 
 
 class ServeRewardConfig(Config):
-    """All settings of a reward server, which scores (prompt, response) pairs that training runs
-    send by HTTP, with a verifier, a reward model or a judge: the recipe of `megarl serve-reward`.
-    """
+    """The recipe of `megarl serve-reward`, which scores responses of training runs by HTTP."""
 
     folder: Annotated[OutputText, Needs("set it to where the log may be: runs/serve")] = ""
-    """Folder of the log (`run.log`): what verifiers and libraries print."""
+    """Folder of the log (`run.log`)."""
     environment: Annotated[EnvironmentConfig, SINGLE, OF_TRAINING] = section(EnvironmentConfig)
     """The verifier or reward functions to serve."""
     reward_model: Annotated[ServedModelConfig, Of("reward_model.model.path", why=NO_MODEL)] = (
@@ -147,7 +136,7 @@ class ServeRewardConfig(Config):
     )
     """The reward model to serve, instead of `environment`."""
     judge: Annotated[JudgeConfig, Of("judge.model.path", why=NO_MODEL)] = section(JudgeConfig)
-    """The language model that judges, instead of `environment` and `reward_model`."""
+    """The judging language model to serve, instead of `environment` and `reward_model`."""
     server: RewardServerConfig = section(RewardServerConfig)
 
     def check(self) -> None:
@@ -156,11 +145,11 @@ class ServeRewardConfig(Config):
             "environment.verifier is 'none', so that every score would be 0; set a verifier, or"
             " leave environment out and set reward_model or judge",
         )
-        found = [
+        names = [
             name for name in ("reward_model", "judge", "environment") if not self.is_default(name)
         ]
         require(
-            len(found) <= 1,
-            f"{' and '.join(found)} are both set, but one server serves one of them; start two, and"
+            len(names) <= 1,
+            f"{' and '.join(names)} are both set, but one server serves one of them; start two, and"
             " name both in environment.rewards of the training recipe",
         )

@@ -1,6 +1,4 @@
-"""The section `environment.tools` of a recipe: which tools a model may call, and how its calls are
-read.
-"""
+"""The section `environment.tools` of a recipe."""
 
 from typing import Annotated
 
@@ -10,33 +8,29 @@ from megarl.settings.schema import Config, Range, require
 
 
 class ToolsConfig(Config):
-    """Tools, Python functions and MCP servers, that the model may call in the middle of its
-    response; the results become part of the rollout. The prompt shows the tools through the
-    tokenizer's chat template.
+    """Python functions and MCP servers that the model may call in its response. The prompt shows
+    them by the tokenizer's chat template; results become part of the rollout.
     """
 
     functions: tuple[CodeText, ...] = ()
-    """Typed Python functions, each as `path/to/file.py:function`. Their names, signatures and
-    docstrings are what the model is shown."""
+    """Typed functions, as `path/to/file.py:function`; the model sees names, signatures and
+    docstrings."""
     servers: dict[str, str] = {}
-    """{name: command line or address} of MCP servers. A command line is started beside each worker
-    process and spoken to over its standard input and output; an address (http://host:port/mcp) is
-    spoken to by streamable HTTP. All their tools are offered."""
+    """{name: command line or address} of MCP servers, of which all tools are offered. A command is
+    started beside each worker process and spoken to over standard input and output, an address
+    (http://host:port/mcp) by streamable HTTP."""
     server_tokens: dict[str, str] = {}
-    """{name of a server with an address: name of the environment variable that holds its bearer
-    token}. Tools that are Python functions run in processes that can read this variable; its value
-    is written nowhere."""
+    """{name of a server with an address: environment variable with its bearer token}. Tools that
+    are Python functions can read this variable; its value is written nowhere."""
     parser: str = "hermes"
     """vLLM's tool-call parser for the model: hermes, qwen3_coder, llama3_json, mistral, ..."""
     time_limit_s: Annotated[float, Range(0.01, 3600.0)] = 5.0
-    """Time limit of one call in seconds. Beyond it the model reads that the call took too long, and
-    goes on."""
+    """Seconds for one call; beyond it the model reads that it took too long, and goes on."""
     result_characters: Annotated[int, Range(1, 10**7)] = 4096
-    """Most characters of a call's result that the model reads; the rest is cut off."""
+    """Most characters of a result that the model reads."""
 
     @property
     def are_used(self) -> bool:
-        """Whether the recipe names any tool: a function or an MCP server."""
         return bool(self.functions or self.servers)
 
     def check(self) -> None:
