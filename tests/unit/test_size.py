@@ -20,7 +20,6 @@ def test_sum_of_lines_is_within_its_target(name: str) -> None:
     assert lines <= LIMITS[name], f"{name}: {lines}\n{count_lines.table(packages)}"
 
 
-@pytest.mark.xfail(strict=True, reason="the targets are not reached yet")
 @pytest.mark.parametrize(("number", "limit"), [(0, 2.5), (1, 15.0)])
 def test_prose_of_the_core_is_within_its_target(number: int, limit: float) -> None:
     """(0) Words of docstrings per line of code, (1) pronouns per 1,000 names."""
