@@ -47,7 +47,9 @@ def left_by_another(folder: Path, **changes: object) -> Record:
     """A file that a run on another host has left."""
     record = Record("0123456789abcdef", "there", 77, "2026-01-02 03:04:05")
     record = replace(record, **changes)  # pyright: ignore[reportArgumentType]
-    (folder / NAME).write_bytes(record.encode())
+    beside = folder / "beside"
+    beside.write_bytes(record.encode())
+    beside.replace(folder / NAME)  # a reader never sees half of it
     return record
 
 
