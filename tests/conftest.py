@@ -26,6 +26,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """All workers of xdist have the fork servers of the process that starts them."""
+    starts_workers = config.getoption("numprocesses", 0) and not hasattr(config, "workerinput")
+    if starts_workers and any("system" in Path(name).parts for name in config.args):
+        from support import fork_server
+
+        fork_server.start_servers()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """An `async def` test runs in an event loop of its own, for two minutes at most, or as long as
