@@ -118,6 +118,7 @@ print(len(named), "processes")
 """
 
 
+@pytest.mark.nightly
 def test_a_raylet_that_hangs_does_not_keep_the_run_from_ending() -> None:
     process, mark = start([sys.executable, "-c", RAY])
     done = finish(process, mark, 120)
@@ -185,6 +186,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.nightly
 def test_a_service_that_dies_ends_a_wait_for_an_engine(tmp_path: Path) -> None:
     """And one that is stopped just after its raylet's death is not left behind."""
     (tmp_path / "script.py").write_text(SERVICE_DIES)
