@@ -214,7 +214,7 @@ def test_a_judge_scores_by_what_it_writes_and_nothing_else(tmp_path: Path) -> No
             process for process in server.started if process.name().startswith("VLLM::EngineCor")
         ]
         core.kill()
-        asked_again = {"samples": [{"prompt": {}, "response": "7"}]}
+        asked_again = {"samples": [{"prompt": asked[0][0], "response": "7"}]}
         answer = requests.post(server.url, json=asked_again, timeout=60)
         assert answer.status_code == 503
         done = server.ended()
