@@ -267,6 +267,7 @@ def test_a_signal_while_the_engine_starts_leaves_no_process(tmp_path: Path) -> N
     assert (done.code, done.survivors) == (143, []), done.err[-2000:]
 
 
+@pytest.mark.nightly
 def test_an_engine_that_does_not_start_is_one_line(tmp_path: Path) -> None:
     """Weights of other shapes than config.json has are vLLM's to find."""
     folder = write_classifier(tmp_path / "model")
