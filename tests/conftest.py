@@ -17,9 +17,13 @@ pytest.register_assert_rewrite("support")  # failed asserts of helpers show thei
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that need a GPU are skipped, and say so, where there is none."""
+    """Tests that need a GPU are skipped, and say so, where there is none. Files with slow tests come
+    first, or one process would be left with them at the end.
+    """
     import torch
 
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -16,7 +16,7 @@ style() {
   ruff format --check --quiet .
 }
 # Three at a time on two cores, since ranks and engines often wait for each other; a file's tests in one process
-# because of their fixtures. In the order given: files of long tests first, or one process would be left with them.
+# because of their fixtures, and in the order of tests/conftest.py.
 three_at_a_time="-n 3 --dist loadfile --no-loadscope-reorder"
 everything="tests/system tests/distributed tests/unit"
 case ${1:-} in
