@@ -85,7 +85,8 @@ def ask(words: list[str]) -> None:
                 os.close(file)
         status = int(line.recv(100) or signal.SIGKILL)  # nothing, where the server was killed
     if os.WIFSIGNALED(status):
-        signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+        if os.WTERMSIG(status) != signal.SIGKILL:  # whose default cannot be set
+            signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
         os.kill(os.getpid(), os.WTERMSIG(status))
     os._exit(os.waitstatus_to_exitcode(status))
 
