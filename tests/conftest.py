@@ -17,13 +17,26 @@ pytest.register_assert_rewrite("support")  # failed asserts of helpers show thei
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that need a GPU are skipped, and say so, where there is none."""
+    """Tests that need a GPU are skipped, and say so, where there is none. Files with slow tests come
+    first, or one process would be left with them at the end.
+    """
     import torch
 
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """All workers of xdist have the fork servers of the process that starts them."""
+    starts_workers = config.getoption("numprocesses", 0) and not hasattr(config, "workerinput")
+    if starts_workers and any("system" in Path(name).parts for name in config.args):
+        from support import fork_server
+
+        fork_server.start_servers()
 
 
 @pytest.hookimpl(tryfirst=True)

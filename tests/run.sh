@@ -15,27 +15,27 @@ style() {
   ruff check .
   ruff format --check --quiet .
 }
-# Two at a time, a file's tests in one process because of their fixtures: ranks and engines often wait for each other.
-# In the order given: files of long tests first, or one process would be left with them at the end.
-two_at_a_time="-n 2 --dist loadfile --no-loadscope-reorder"
+# Three at a time on two cores, since ranks and engines often wait for each other; a file's tests in one process
+# because of their fixtures, and in the order of tests/conftest.py.
+three_at_a_time="-n 3 --dist loadfile --no-loadscope-reorder"
 everything="tests/system tests/distributed tests/unit"
 case ${1:-} in
   '')
     style
     # shellcheck disable=SC2086
-    exec python -m pytest $two_at_a_time --durations=25 -m "not nightly" $everything
+    exec python -m pytest $three_at_a_time --durations=25 -m "not nightly" $everything
     ;;
   nightly)
     shift
     # shellcheck disable=SC2086
-    exec python -m pytest $two_at_a_time --durations=25 -m nightly "$@" $everything
+    exec python -m pytest $three_at_a_time --durations=25 -m nightly "$@" $everything
     ;;
   fast)
     shift
     style
     # Of the tests on ranks those that send messages; those that train models under many layouts take minutes.
     # shellcheck disable=SC2086
-    exec python -m pytest $two_at_a_time --durations=15 -m "not engine and not slow and not nightly" "$@" \
+    exec python -m pytest $three_at_a_time --durations=15 -m "not engine and not slow and not nightly" "$@" \
       tests/unit tests/distributed/test_exchange.py
     ;;
   *) exec python -m pytest "$@" ;;

@@ -4,6 +4,7 @@ published, exported and resumed is the model with its adapters.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,12 @@ from megarl.types import Samples
 LORA = LoraConfig(rank=3, alpha=6.0)
 SOME = LoraConfig(rank=2, alpha=8.0, targets=("q_proj", "v_proj", "down_proj"))
 PLACES = {
-    1: [((1, 1, 1), 1)],
-    2: [((2, 1, 1), 1), ((1, 1, 2), 0), ((1, 2, 1), 3)],
-    4: [((2, 1, 2), 3), ((1, 1, 4), 2), ((1, 2, 2), 3), ((4, 1, 1), 3)],
+    "one rank": [((1, 1, 1), 1)],
+    "two ranks": [((2, 1, 1), 1), ((1, 1, 2), 0), ((1, 2, 1), 3)],
+    "four ranks": [((2, 1, 2), 3), ((1, 2, 2), 3)],
+    "four ranks on one axis": [((1, 1, 4), 2), ((4, 1, 1), 3)],
 }
-"""{number of ranks: layouts and ZeRO stages}. With tensor 4 neighbours share a KV head."""
+"""Layouts and ZeRO stages. With tensor 4 neighbours share a KV head."""
 
 
 @pytest.fixture(scope="module")
@@ -181,20 +183,24 @@ def use_one(model: str, mesh: Any, device: Any, stage: int, folder: Path) -> dic
 def alone(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], list[Any]]:
     """One rank's results: of both sets of adapters, and of `use_one`."""
     folder = str(tmp_path_factory.mktemp("alone"))
-    return run_ranks(1, __file__, "run_all", model, PLACES[1], folder)[0]
+    return run_ranks(1, __file__, "run_all", model, PLACES["one rank"], folder)[0]
 
 
 def test_adapters_are_used_exported_and_resumed(
     model: str, alone: tuple[list[Any], list[Any]]
 ) -> None:
-    check_use(model, PLACES[1][0], alone[1][0])
+    check_use(model, PLACES["one rank"][0], alone[1][0])
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.nightly), 4])
+@pytest.mark.parametrize("name", [
+    "four ranks",
+    *(pytest.param(one, marks=pytest.mark.nightly) for one in ("two ranks", "four ranks on one axis")),
+])  # fmt: skip
 def test_every_layout_trains_adapters_as_one_rank(
-    model: str, alone: tuple[list[Any], list[Any]], size: int, tmp_path: Path
+    model: str, alone: tuple[list[Any], list[Any]], name: str, tmp_path: Path
 ) -> None:
-    places = PLACES[size]
+    places = PLACES[name]
+    size = math.prod(places[0][0])
     found = run_ranks(size, __file__, "run_all", model, places, str(tmp_path), timeout_s=600)
     both = cases(model, places, LORA) + cases(model, places[:1], SOME)
     oracle = [alone[0][0]] * len(places) + [alone[0][1]]

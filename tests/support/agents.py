@@ -14,7 +14,7 @@ from make_calculator import problems, write_model
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.codec import Codec
 from megarl.rollout.batch_files import read_batch
-from support.commands import ROOT, megarl, records, tiny_run
+from support.commands import ROOT, megarl, records, replayed, tiny_run
 
 AGENTS = """
 from launch.environments.calculator_agent import TOOLS, solve, use
@@ -108,13 +108,7 @@ def is_exact(run: Path, groups: int) -> None:
 
 
 def replays_bit_by_bit(run: Path, steps: int) -> None:
-    """Training again on the batches of `run`, some of whose rollouts are trees, gives its metrics
-    and weights.
-    """
-    replayed = megarl("replay", str(run))
-    assert replayed.code == 0, replayed.out + replayed.err[-3000:]
-    found = json.loads(replayed.out)
-    assert found["steps"] == steps and f"step_{steps:06d}" in found["checkpoints_compared"]
-    assert found["steps_that_differ"] == {} and found["checkpoints_that_differ"] == []
+    """Of a run some of whose rollouts are trees."""
+    replayed(run, steps)
     first = run / "batches" / "step_000001.rank_000.safetensors"
     assert any(len(part.branches) for part in read_batch(first)[0].samples)

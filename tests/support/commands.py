@@ -100,6 +100,22 @@ def megarl(*arguments: str, ranks: int = 1, timeout_s: float = 240.0, **environm
     return done
 
 
+def ledger(run: Path) -> dict[str, Any]:
+    """What `megarl ledger RUN --json` says of a run; it must not contradict itself."""
+    finished = megarl("ledger", str(run), "--json")
+    assert finished.code == 0, finished.err
+    return json.loads(finished.out)
+
+
+def replayed(run: Path, steps: int) -> None:
+    """Training again on the batches of `run` gives its metrics and weights, bit by bit."""
+    done = megarl("replay", str(run))
+    assert done.code == 0, done.out + done.err[-3000:]
+    found = json.loads(done.out)
+    assert found["steps"] == steps and f"step_{steps:06d}" in found["checkpoints_compared"]
+    assert found["steps_that_differ"] == {} and found["checkpoints_that_differ"] == []
+
+
 def command(*arguments: str, ranks: int = 1) -> list[str]:
     """The command line of `megarl ...`."""
     if ranks == 1:

@@ -1,9 +1,9 @@
 """A fork server for tests: it imports torch, DeepSpeed, Ray and vLLM once, and forks the Python
 processes of a test, which otherwise spend half of a short run on these imports.
 
-    use(True)    start the server of this test process, unless it runs; from now on `sys.executable`,
-                 here and in the server's forks, is a proxy, which has the server fork a process
-                 that does what Python would do
+    use(True)    start the server, unless it runs, as it does in workers of xdist; from now on
+                 `sys.executable`, here and in the server's forks, is a proxy, which has the server
+                 fork a process that does what Python would do
     use(False)   `sys.executable` is Python again
     UNFORKED     added to the environment of a command: nothing is forked for it or for what it
                  starts; nor is it where a test replaces the environment, which then lacks ADDRESS
@@ -85,7 +85,8 @@ def ask(words: list[str]) -> None:
                 os.close(file)
         status = int(line.recv(100) or signal.SIGKILL)  # nothing, where the server was killed
     if os.WIFSIGNALED(status):
-        signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+        if os.WTERMSIG(status) != signal.SIGKILL:  # whose default cannot be set
+            signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
         os.kill(os.getpid(), os.WTERMSIG(status))
     os._exit(os.waitstatus_to_exitcode(status))
 

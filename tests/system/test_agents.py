@@ -5,6 +5,7 @@ history is no chain.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from typing import Any
 import pytest
 from support.agents import is_exact, recipe_of, repeatable, replays_bit_by_bit
 from support.commands import ROOT, finish, megarl, records, start, write_recipe
+
+from megarl import cli
+from megarl.errors import UserError
 
 PROGRAM = """
 import asyncio, os, sys
@@ -94,6 +98,6 @@ def test_an_asynchronous_run_is_repeated(tmp_path: Path) -> None:
     ({"command": ["python"], "function": "own.py:solve"}, "set one of the two"),
 ])  # fmt: skip
 def test_agents_that_cannot_run(tmp_path: Path, change: dict[str, Any], said: str) -> None:
-    tree = recipe_of(tmp_path, change)
-    done = megarl("run", write_recipe(tmp_path / "recipe.yaml", tree))
-    assert done.code != 0 and said in done.err and "Traceback" not in done.err, done.err
+    recipe = write_recipe(tmp_path / "recipe.yaml", recipe_of(tmp_path, change))
+    with pytest.raises(UserError, match=re.escape(said)):
+        cli.plan(["run", recipe, "--check"]).run()

@@ -34,7 +34,7 @@ def numel() -> tuple[int, int]:
 COLOCATED = ("data 1 tensor 1 zero 0", 1, 1)
 """What --device cuda measures on one GPU."""
 CASES = [
-    COLOCATED,
+    pytest.param(*COLOCATED, marks=pytest.mark.nightly),
     ("data 2 tensor 1 zero 3", 1, 1),
     pytest.param("data 1 tensor 2 zero 0", 1, 2, marks=pytest.mark.nightly),
     pytest.param("data 1 tensor 1 zero 0", 2, 1, marks=pytest.mark.nightly),

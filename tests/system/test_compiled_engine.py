@@ -142,6 +142,7 @@ def test_five_versions_under_cuda_graphs(cache: Path, sleeps: bool, record_prope
     assert told["tokens of a step"] < max(LENGTHS), told
 
 
+@pytest.mark.nightly
 def test_five_versions_in_a_compiled_model(cache: Path, record_property: Any) -> None:
     config = EngineConfig(
         kind=f"{own_engines.FILE}:CompiledEngine", max_num_sequences=8, max_batched_tokens=PARTS

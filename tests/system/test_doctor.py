@@ -22,6 +22,7 @@ from megarl.apps.doctor.doctor import CHECKS
 from megarl.apps.doctor.findings import Finding, run_program
 
 
+@pytest.mark.nightly
 def test_this_machine_will_do_and_nothing_is_left_behind() -> None:
     started = subprocess.Popen(
         [sys.executable, "-m", "megarl", "doctor", "--json"],

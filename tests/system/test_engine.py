@@ -33,7 +33,10 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=list(KINDS))
+TIED, UNTIED = KINDS
+
+
+@pytest.fixture(scope="module", params=[UNTIED, pytest.param(TIED, marks=pytest.mark.nightly)])
 def side(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Side]:

@@ -41,6 +41,8 @@ from megarl.errors import UserError
 STEPS = 10_000
 """More than a test waits for: Ctrl-C ends the first run."""
 ROWS = [(f"{a}+{b}=", str(a + b)) for a in range(5) for b in range(5)]
+ASCII = {"LC_ALL": "POSIX", "PYTHONUTF8": "0"}
+"""A locale in which Python takes files for ASCII."""
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 REWARDS = {
@@ -138,8 +140,7 @@ def test_the_run_goes_on_with_one_rank(place: Path, interrupted: Done) -> None:
     folder = place / "stopped"
     done = newest(folder)
     more = ["--steps", str(done + 1), "--training.zero_stage", "0"]
-    # Under a locale in which Python takes files for ASCII.
-    again = megarl("run", str(place / "stopped.yaml"), *more, LC_ALL="POSIX", PYTHONUTF8="0")
+    again = megarl("run", str(place / "stopped.yaml"), *more)
     assert again.code == 0, again.err[-4000:]
     assert "was written under" in again.err
     assert [row["step"] for row in records(folder / "metrics.jsonl")] == list(range(1, done + 2))
@@ -147,9 +148,18 @@ def test_the_run_goes_on_with_one_rank(place: Path, interrupted: Done) -> None:
     finished = megarl("run", str(place / "stopped.yaml"), *more)
     assert finished.code == 0 and "the run is finished" in finished.err
     (folder / "report.html").unlink()
-    report = megarl("report", str(folder))
+    report = megarl("report", str(folder), **ASCII)
     assert report.code == 0 and report.out.strip() == str(folder / "report.html")
     assert (folder / "report.html").stat().st_size > 0
+
+
+@pytest.mark.nightly
+def test_the_run_goes_on_under_another_locale(place: Path, interrupted: Done) -> None:
+    done = newest(place / "stopped")
+    more = ["--steps", str(done + 1), "--training.zero_stage", "0"]
+    again = megarl("run", str(place / "stopped.yaml"), *more, **ASCII)
+    assert again.code == 0, again.err[-4000:]
+    assert json.loads(again.out)["steps"] == done + 1 == newest(place / "stopped")
 
 
 @pytest.fixture(scope="module")

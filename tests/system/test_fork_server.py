@@ -18,13 +18,15 @@ from megarl.system.process_env import prepare_environment
 
 SAYS = """import os, signal, sys
 print(__name__, sys.argv[1:], os.getcwd(), os.environ["SAID"], sys.stdin.read(), "torch" in sys.modules)
-if sys.argv[1] == "dies":
-    os.kill(os.getpid(), signal.SIGTERM)
+if sys.argv[1] != "ends":
+    os.kill(os.getpid(), int(sys.argv[1]))
 sys.exit(7)
 """
 
 
-@pytest.mark.parametrize(("word", "code"), [("ends", 7), ("dies", -signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("word", "code"), [("ends", 7), ("15", -signal.SIGTERM), ("9", -signal.SIGKILL)]
+)
 def test_it_has_the_arguments_and_ends_as_it_should(tmp_path: Path, word: str, code: int) -> None:
     (tmp_path / "says.py").write_text(SAYS)
     done = subprocess.run(

@@ -85,6 +85,7 @@ def test_a_recipe_runs_to_its_end(place: Path, placement: str) -> None:
     assert states(launcher) == []
 
 
+@pytest.mark.nightly
 def test_another_user_finds_all_closed_and_a_signal_ends_everything(place: Path) -> None:
     """The second look, at a private folder that was opened, shows that the first one can fail."""
     path = recipe(place, "endless", steps=10**6)

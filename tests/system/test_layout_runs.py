@@ -145,13 +145,23 @@ def test_four_ranks_learn_what_one_does_and_resume(
     assert_resumes(place, "together", 4, **LAYOUT)
 
 
-def test_roles_on_ranks_of_their_own_learn_what_one_rank_does_and_resume(
-    alone: list[dict[str, Any]], place: Path
+@pytest.fixture(scope="module")
+def beside(place: Path) -> list[dict[str, Any]]:
+    """Each role on a rank of its own, which `megarl run` gives it."""
+    return run(place, "beside", 4, roles=BESIDE, launched=True, layout={"data": 1})
+
+
+def test_roles_on_ranks_of_their_own_learn_what_one_rank_does(
+    alone: list[dict[str, Any]], beside: list[dict[str, Any]]
 ) -> None:
-    """`megarl run` gives each role its ranks; the run goes on under torchrun."""
-    layout = {"layout": {"data": 1}}
-    assert_alike(alone, run(place, "beside", 4, roles=BESIDE, launched=True, **layout))
-    assert_resumes(place, "beside", 4, roles=BESIDE, **layout)
+    assert_alike(alone, beside)
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("beside")
+def test_roles_on_ranks_of_their_own_resume(place: Path) -> None:
+    """Under torchrun."""
+    assert_resumes(place, "beside", 4, roles=BESIDE, layout={"data": 1})
 
 
 @pytest.mark.nightly
@@ -240,17 +250,32 @@ def test_supervised_training_under_a_layout(place: Path) -> None:
         assert computed[0] + saved[0] == computed[1] + saved[1] and 0 < saved[0] <= saved[1]
 
 
-def test_adapters_are_published_alone_and_learn_as_merged_ones_do(place: Path) -> None:
-    """LoRA on one rank, merged into the weights that are sent, and on two with tensor and ZeRO 3,
-    applied by vLLM. The reference is the model with the adapter that the run starts from.
-    """
+@pytest.fixture(scope="module")
+def lora(place: Path) -> dict[str, Any]:
+    """Settings of adapters that start from one in files."""
     config = LoraConfig(rank=4, alpha=16.0)
     started = random_adapter(place / "start", str(place / "model"), config)
-    lora = started.model_dump() | {"targets": []}
-    once = {"epochs_per_step": 1, "num_mini_batches": 1}  # all of a step's KL is before its update
-    merged = run(place, "merged", 1, lora=lora, **once)
-    other: dict[str, Any] = {"layout": {"tensor": 2}, "zero_stage": 3} | once
-    apart = run(place, "apart", 2, lora=lora | {"publish": "adapter"}, **other)
+    return started.model_dump() | {"targets": []}
+
+
+ONCE = {"epochs_per_step": 1, "num_mini_batches": 1}
+"""All of a step's KL is before its update."""
+APART: dict[str, Any] = {"layout": {"tensor": 2}, "zero_stage": 3} | ONCE
+
+
+@pytest.fixture(scope="module")
+def apart(place: Path, lora: dict[str, Any]) -> list[dict[str, Any]]:
+    """Adapters under tensor and ZeRO 3, which are published alone and applied by vLLM."""
+    return run(place, "apart", 2, lora=lora | {"publish": "adapter"}, **APART)
+
+
+def test_adapters_are_published_alone_and_learn_as_merged_ones_do(
+    place: Path, lora: dict[str, Any], apart: list[dict[str, Any]]
+) -> None:
+    """The others on one rank, merged into the weights that are sent. The reference is the model
+    with the adapter that the run starts from.
+    """
+    merged = run(place, "merged", 1, lora=lora, **ONCE)
     assert_alike(merged, apart)
     assert merged[-1]["kl"] > 1e-4
     for found in (merged, apart):  # the policy's first step
@@ -263,6 +288,11 @@ def test_adapters_are_published_alone_and_learn_as_merged_ones_do(place: Path) -
         frozen = (saved / "model" / "model.safetensors").stat().st_size
         state = sum(path.stat().st_size for path in (saved / "state").iterdir())
         assert state < frozen
-    lora |= {"publish": "adapter"}
-    # A KL of 0 is below the target, and the coefficient shrinks once.
-    assert_resumes(place, "apart", 2, coefficient=0.05 * 0.98, lora=lora, **other)
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("apart")
+def test_adapters_resume(place: Path, lora: dict[str, Any]) -> None:
+    """A KL of 0 is below the target, and the coefficient shrinks once."""
+    more = lora | {"publish": "adapter"}
+    assert_resumes(place, "apart", 2, coefficient=0.05 * 0.98, lora=more, **APART)

@@ -77,6 +77,7 @@ def run_of(folder: Path, model: Path, **environment: str) -> tuple[Path, list[di
     return folder / "run", [event for event in events if event["event"] == "finished"]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_failed_verdicts_change_nothing(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")

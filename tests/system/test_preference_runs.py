@@ -8,7 +8,6 @@ import hashlib
 import json
 import math
 import random
-import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,9 @@ from support.commands import Done, megarl, records, tiny_run, write_recipe
 from support.ranks import run_ranks
 from support.tiny import random_adapter, write_classifier, write_model
 
+from megarl import cli
 from megarl.data.tokenizer import load_tokenizer
+from megarl.errors import UserError
 from megarl.settings.training import LoraConfig
 
 TWO_RANKS = {"layout": {"data": 1, "sequence": 2}, "zero_stage": 1}
@@ -157,8 +158,8 @@ def test_a_reward_model_is_one_of_transformers(place: Path) -> None:
     first = records(place / "further" / "evaluations.jsonl")[0]
     assert first["eval/loss"] == pytest.approx(found["eval/loss"], abs=1e-6), "its score is used"
     assert further["steps"] == 1
-    done = megarl("run", sft_of(place, folder))
-    assert done.code == 2 and "is a sequence classifier, such as a reward model" in done.err
+    with pytest.raises(UserError, match="is a sequence classifier, such as a reward model"):
+        cli.plan(["run", sft_of(place, folder), "--check"]).run()
 
 
 def test_a_model_without_score_or_with_another_tokenizer_is_no_reward_model(place: Path) -> None:
@@ -175,8 +176,8 @@ def test_a_model_without_score_or_with_another_tokenizer_is_no_reward_model(plac
             words["0"], words["1"] = words["1"], words["0"]
             (place / folder / "tokenizer.json").write_text(json.dumps(tokenizer))
         tree["reward_models"] = {name: {"model": {"path": str(place / folder)}}}
-        done = megarl("run", write_recipe(place / "judged.yaml", tree), "--check")
-        assert done.code == 2 and re.search(said, done.err), done.err
+        with pytest.raises(UserError, match=said):
+            cli.plan(["run", write_recipe(place / "judged.yaml", tree), "--check"]).run()
 
 
 def sft_of(place: Path, model: Path) -> str:

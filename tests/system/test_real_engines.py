@@ -42,6 +42,7 @@ def test_an_engine_scores_real_text_as_transformers_does(name: str) -> None:
         assert gap(found, published) > 0.1, "an engine that no weights reach would pass"
 
 
+@pytest.mark.nightly
 @pytest.mark.real
 @pytest.mark.slow
 def test_an_engine_computes_with_adapters_as_plain_torch(tmp_path: Path) -> None:

@@ -193,6 +193,7 @@ def greedy(folder: str, ids: list[int], most: int) -> str:
 
 
 def test_a_judge_scores_by_what_it_writes_and_nothing_else(tmp_path: Path) -> None:
+    """The server ends with its engine, and leaves nothing."""
     folder = str(write_model(tmp_path / "model", biases=True, seed=3))
     judge = {"model": {"path": folder}, "chat": False, "require_stop": False}
     judge |= {"template": "{prompt}#{answer}#{response}=", "verdict": "([0-9])"}
@@ -208,15 +209,16 @@ def test_a_judge_scores_by_what_it_writes_and_nothing_else(tmp_path: Path) -> No
         found = [parts[n % 4][n // 4] for n in range(len(asked))]
         (long, missing) = server.ask([(asked[0][0], "7" * 100), ("no answer", "7")])
         metrics = requests.get(server.url.replace("/v1/score", "/metrics"), timeout=10).text
-        with ThreadPoolExecutor(1) as thread:
-            under_way = thread.submit(server.ask, asked * 10)
-            time.sleep(0.3)
-            server.started = server.below()
-            assert len(server.started) > 1
-            server.process.send_signal(signal.SIGTERM)
-            assert len(under_way.result(60)) == len(asked) * 10
+        server.started = server.below()
+        (core,) = [
+            process for process in server.started if process.name().startswith("VLLM::EngineCor")
+        ]
+        core.kill()
+        asked_again = {"samples": [{"prompt": asked[0][0], "response": "7"}]}
+        answer = requests.post(server.url, json=asked_again, timeout=60)
+        assert answer.status_code == 503
         done = server.ended()
-    assert (done.code, done.survivors) == (143, []), done.err[-2000:]
+    assert (done.code, done.survivors) == (1, []) and "vLLM's process has died" in done.err
     tokenizer, kinds = load_tokenizer(folder), set[str]()
     for (prompt, reply), score in zip(asked, found, strict=True):
         text = f"{prompt['text']}#{prompt['answer']}#{reply}="
@@ -233,7 +235,8 @@ def test_a_judge_scores_by_what_it_writes_and_nothing_else(tmp_path: Path) -> No
     assert f'megarl_reward_samples_total{{outcome="error"}} {failures:.1f}' in metrics
 
 
-def test_several_verdicts_and_an_engine_that_dies(tmp_path: Path) -> None:
+@pytest.mark.nightly
+def test_several_verdicts_and_a_server_that_is_killed(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", biases=True, seed=3)
     config = folder / "tokenizer_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": CHAT}))
@@ -249,17 +252,14 @@ def test_several_verdicts_and_an_engine_that_dies(tmp_path: Path) -> None:
             total = one["reward"] * verdicts
             assert 0 <= one["reward"] <= 2 and total == pytest.approx(round(total))
         server.started = server.below()
-        (core,) = [
-            process for process in server.started if process.name().startswith("VLLM::EngineCor")
-        ]
-        core.kill()
-        asked_again = {"samples": [{"prompt": {}, "response": "7"}]}
-        answer = requests.post(server.url, json=asked_again, timeout=60)
-        assert answer.status_code == 503
+        assert len(server.started) > 1
+        server.process.kill()
+        psutil.wait_procs(server.started, timeout=30)  # the fork server takes seconds to exit
         done = server.ended()
-    assert (done.code, done.survivors) == (1, []) and "vLLM's process has died" in done.err
+    assert (done.code, done.survivors) == (-signal.SIGKILL, []), done.err[-2000:]
 
 
+@pytest.mark.nightly
 def test_a_signal_while_the_engine_starts_leaves_no_process(tmp_path: Path) -> None:
     server = Server(tmp_path / "serve", by_vllm(write_classifier(tmp_path / "model")))
     until(server.has_started_vllm, START_WITHIN_S)
@@ -267,16 +267,7 @@ def test_a_signal_while_the_engine_starts_leaves_no_process(tmp_path: Path) -> N
     assert (done.code, done.survivors) == (143, []), done.err[-2000:]
 
 
-def test_a_server_that_is_killed_leaves_no_engine(tmp_path: Path) -> None:
-    tree = by_vllm(write_classifier(tmp_path / "model"))
-    with served(tmp_path / "serve", tree) as server:
-        server.started = server.below()
-        server.process.kill()
-        psutil.wait_procs(server.started, timeout=30)  # the fork server takes seconds to exit
-        done = server.ended()
-    assert (done.code, done.survivors) == (-signal.SIGKILL, [])
-
-
+@pytest.mark.nightly
 def test_an_engine_that_does_not_start_is_one_line(tmp_path: Path) -> None:
     """Weights of other shapes than config.json has are vLLM's to find."""
     folder = write_classifier(tmp_path / "model")

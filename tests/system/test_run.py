@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.commands import PROBE_BOUND, Done, megarl, records, tiny_run, write_recipe
+from support.commands import PROBE_BOUND, Done, ledger, megarl, records, tiny_run, write_recipe
 from support.tiny import write_model
 
 from megarl.checkpoints.progress import read_progress
@@ -39,13 +39,6 @@ def done(place: Path) -> Done:
     finished = megarl("run", write_recipe(place / "recipe.yaml", tiny_run(place, model, STEPS)))
     assert finished.code == 0, finished.err[-4000:]
     return finished
-
-
-def ledger(run: Path) -> dict[str, Any]:
-    """What `megarl ledger RUN --json` says of a run; it must not contradict itself."""
-    finished = megarl("ledger", str(run), "--json")
-    assert finished.code == 0, finished.err
-    return json.loads(finished.out)
 
 
 def test_standard_output_is_one_json_object(done: Done) -> None:

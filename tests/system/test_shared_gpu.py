@@ -63,7 +63,7 @@ def check(done: Done, folder: Path, gpu: bool) -> list[dict[str, Any]]:
 
 ON_GPU = pytest.mark.gpu
 CASES = [
-    pytest.param("point_to_point", 3, True, False, False),
+    pytest.param("point_to_point", 3, True, False, False, marks=pytest.mark.nightly),
     *(pytest.param(transport, stage, offload, compiled, True, marks=ON_GPU)
       for transport, stage, offload, compiled in (
           ("cuda_ipc", 2, False, False), ("shared_memory", 1, False, False),

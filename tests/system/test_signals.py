@@ -12,13 +12,13 @@ import shutil
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.commands import (
     Done,
     command,
     finish,
+    ledger,
     marked,
     megarl,
     records,
@@ -161,13 +161,6 @@ def test_sigterm_ends_two_ranks_cleanly_and_the_run_resumes(place: Path, tmp_pat
     assert found["in_flight"] == [] and found["used_beyond_cursor"] == []
     assert found["trained"] == 4 * found["steps"] and found["age_max"] <= 1
     assert found["cursor"] == found["trained"] + found["rejected"].get("stale", 0)
-
-
-def ledger(run: Path) -> dict[str, Any]:
-    """What `megarl ledger RUN --json` says of a run; it must not contradict itself."""
-    finished = megarl("ledger", str(run), "--json")
-    assert finished.code == 0, finished.err
-    return json.loads(finished.out)
 
 
 @pytest.mark.parametrize(("number", "ranks"), [

@@ -114,6 +114,7 @@ def test_layouts_says_what_it_cannot_do() -> None:
     assert "training.layout.tensor is 2" in said and "num_attention_heads = 3" in said
 
 
+@pytest.mark.nightly
 def test_ranks_end_with_the_tool() -> None:
     """Killed without a chance to clean up, it leaves no process."""
     line = command("long_context --tokens 262144 --sizes 2")

@@ -88,11 +88,12 @@ OWNER = """
 import sys, time
 sys.path.insert(0, {folder!r})
 import core_target
-from megarl.engines.vllm_core import {context}
+from megarl.engines.vllm_core import CoreContext, SpawnedCoreContext
 
 if __name__ == "__main__":
-    process = {context}().Process(target=core_target.wait, name="EngineCore", kwargs={{"told": "x"}})
-    process.start()
+    for context in (CoreContext(), SpawnedCoreContext()):
+        told = type(context).__name__
+        context.Process(target=core_target.wait, name="EngineCore", kwargs={{"told": told}}).start()
     time.sleep(600)
 """
 TARGET = """
@@ -104,18 +105,19 @@ def wait(told):
 """
 
 
-@pytest.mark.parametrize("context", ["CoreContext", "SpawnedCoreContext"])
-def test_a_core_ends_with_its_killed_owner(context: str, tmp_path: Path) -> None:
+def test_a_core_ends_with_its_killed_owner(tmp_path: Path) -> None:
+    """A forked one and a spawned one."""
     (tmp_path / "core_target.py").write_text(TARGET)
     script = tmp_path / "owner.py"
-    script.write_text(OWNER.format(folder=str(tmp_path), context=context))
+    script.write_text(OWNER.format(folder=str(tmp_path)))
     with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
-        number, told = owner.stdout.readline().split()
-        core = psutil.Process(int(number))
-        assert told == "x" and core.is_running()
+        pids = dict(reversed(owner.stdout.readline().split()) for _ in range(2))
+        assert set(pids) == {"CoreContext", "SpawnedCoreContext"}
+        cores = [psutil.Process(int(pid)) for pid in pids.values()]
+        assert all(core.is_running() for core in cores)
         owner.kill()
-        _, left = psutil.wait_procs([core], timeout=20)
+        _, left = psutil.wait_procs(cores, timeout=20)
         for one in left:
             one.kill()
         assert left == []

@@ -11,7 +11,7 @@ import pytest
 from support import fuzz
 from support.tiny import write_model
 
-CASES, PARTS = 500, 5
+CASES, PARTS = 500, 10
 SEED = 1
 
 

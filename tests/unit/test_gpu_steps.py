@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import tarfile
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import gpu_steps
@@ -20,6 +22,14 @@ import run_gpu
 from gpu_results import KEPT_BYTES, earlier
 from gpu_steps import STEPS, Step, fits, plan
 from support.commands import ROOT, python, until
+
+
+@pytest.fixture(autouse=True, scope="module")
+def asks_once() -> Iterator[None]:
+    """Each question about the machine is a process that imports torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_gpu, "machine", cache(run_gpu.machine))
+        yield
 
 
 def step(name: str, expected_s: float = 1.0, code: str = "", **settings: object) -> Step:
@@ -62,6 +72,7 @@ def test_every_test_of_a_gpu_belongs_to_a_step() -> None:
             assert str(path.relative_to(ROOT)) in named, path
 
 
+@pytest.mark.nightly
 def test_steps_of_kernels_need_neither_engines_nor_deepspeed() -> None:
     """Their tests are collected, and their benches imported, where these packages are missing."""
     absent = ("deepspeed", "vllm", "ray", "flash_attn")
