@@ -1,8 +1,10 @@
 """The basis of every configuration class: frozen pydantic models that check themselves.
 
-steps: Annotated[int, Range(1, MOST_STEPS)] = 100
-folder: Annotated[str, Needs("set it to where the run may write")] = ""
-sapo_positive: Annotated[float, Range(1e-3, 1e3), Of("loss", "sapo")] = 1.0
+    steps: Annotated[int, Range(1, MOST_STEPS)] = 100
+    folder: Annotated[str, Needs("set it to where the run may write")] = ""
+    sapo_positive: Annotated[float, Range(1e-3, 1e3), Of("loss", "sapo")] = 1.0
+
+What a setting may be is declared beside its type.
 """
 
 import dataclasses
@@ -169,7 +171,7 @@ class Config(BaseModel):
         return value == usual[last] if last in usual else not value
 
     def told(self, key: str) -> str:
-        """ "RunConfig.steps is 5" for `key` "steps", which may be dotted."""
+        """A setting, which may be dotted, with its value, as in "RunConfig.steps is 5"."""
         value = operator.attrgetter(key)(self)
         what = "has settings" if isinstance(value, Config | dict) else f"is {_shown(value)}"
         return f"{type(self).__name__}.{key} {what}"
@@ -239,18 +241,18 @@ def problems(
     """
     texts = []
     for issue in error.errors(include_url=False):
-        code, said, key = issue["type"], issue["msg"], dotted([root, *issue["loc"]])
+        code, text, key = issue["type"], issue["msg"], dotted([root, *issue["loc"]])
         if code == "value_error":  # of a class, which may be used in several places
-            said = str(issue.get("ctx", {})["error"])
-            texts.append(CLASS_NAME.sub(lambda _, at=key: f"{at}." if at else "", said))
+            text = str(issue.get("ctx", {})["error"])
+            texts.append(CLASS_NAME.sub(lambda _, at=key: f"{at}." if at else "", text))
         elif code == "extra_forbidden":
             texts.append(f"{key}: unknown key{hint(issue['loc'])}")
         elif code == "missing":
             texts.append(f"{key} is missing; set it")
         elif code == "refused":
-            texts.append(f"{key} {said}")
+            texts.append(f"{key} {text}")
         else:
-            should = SHOULD.get(code, said.lower().replace("input", "it"))
+            should = SHOULD.get(code, text.lower().replace("input", "it"))
             texts.append(f"{key or 'the recipe'} is {_shown(issue['input'])}; {should}")
     return texts
 
