@@ -236,7 +236,7 @@ class AttentionPlan:
         return self._sent[owner, rank]
 
     def num_sent(self, owner: int, rank: int) -> int:
-        """Number of tokens that `owner` sends to `rank` by all-gather."""
+        """Number of tokens that `owner` sends to `rank` by all-gather; 0 to itself."""
         if owner == rank:
             return 0
         chosen = self.sent(owner, rank)

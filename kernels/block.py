@@ -46,8 +46,8 @@ class Positions:
             index: [L] int positions.
             starts: [D + 1] int first position of each document, then the sequence's length.
             parents: [D] the document that each continues, or -1; empty for none. Depth first.
-            begins: [D] tokens that each document continues, some of them the parent's; empty for
-                all.
+            begins: [D] number of tokens that each document continues, at least one of them the
+                parent's; empty for all.
         """
         edges = starts.to(device="cpu", dtype=torch.int64)
         index = index.to(device="cpu", dtype=torch.int64)
@@ -74,7 +74,8 @@ class Positions:
 
     def views(self, window: int | None = None) -> list[Positions]:
         """These tokens as queries of each set of keys: those of their own documents, then of each
-        level. `window`: most tokens that a query attends to, itself included; None for all.
+        level; a query without keys has `first` above `index`. `window`: most tokens that a query
+        attends to, itself included; None for all.
         """
         own = Level(self.first, self.index, self.index)
         return [

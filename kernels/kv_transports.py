@@ -33,7 +33,7 @@ class Exchange(Protocol):
         ...
 
     def all_gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """The tensors of all ranks, of sizes `lengths` in dimension 0; blocks."""
+        """The tensors by rank, of sizes `lengths` in dimension 0; blocks."""
         ...
 
     def reduce_scatter(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -38,8 +38,8 @@ _in_parts = False
 
 
 def use_bfloat16x2(chosen: bool) -> None:
-    """Whether this process splits float32 factors on CPU from now on; at first it does not. Raises
-    `RuntimeError` without AVX-512 or oneDNN.
+    """Whether this process splits float32 factors on CPU from now on; at first it does not. True
+    raises `RuntimeError` without AVX-512 or oneDNN.
     """
     global _in_parts
     if chosen and ONEDNN is None:

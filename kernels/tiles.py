@@ -109,7 +109,9 @@ def tiles_of(device: torch.device, dtype: torch.dtype, width: int) -> Tiles:
 
 
 def section_of(num_heads: int, bytes_per_head: int) -> int:
-    """Largest divisor of `num_heads` such that what they read fits into `L2_BYTES`."""
+    """How many heads run at a time: the largest divisor of `num_heads` that fits into `L2_BYTES`,
+    at least 1.
+    """
     return max(
         d
         for d in range(1, num_heads + 1)

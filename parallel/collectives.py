@@ -67,7 +67,7 @@ def broadcast_object(value: T, axis: Axis, source: int = 0) -> T:
 
 
 def gather_objects(value: T, axis: Axis) -> list[T]:
-    """The small picklable values of all ranks. Collective."""
+    """The small picklable values by rank, on all ranks. Collective."""
     if axis.size == 1:
         return [value]
     values: list[Any] = [None] * axis.size
@@ -118,7 +118,7 @@ def wait_for_first(work: Callable[[], T], axis: Axis, what: str, timeout_s: floa
 
 
 def job_store() -> dist.Store:  # pyright: ignore[reportPrivateImportUsage]
-    """Ranks can poll it for hours, whereas a collective has a timeout."""
+    """torch.distributed's, after `initialise`. Ranks can poll it for hours, unlike a collective."""
     # torch has no public name for it.
     return dist.distributed_c10d._get_default_store()
 
@@ -137,7 +137,7 @@ def receive(tensor: torch.Tensor, axis: Axis, source: int) -> torch.Tensor:
 
 
 def gather_parts(tensor: torch.Tensor, axis: Axis, lengths: Sequence[int]) -> list[torch.Tensor]:
-    """The tensors of all ranks, of sizes `lengths` in dimension 0. Collective."""
+    """The tensors by rank, of sizes `lengths` in dimension 0. Collective."""
     if axis.size == 1:
         return [tensor]
     longest = max(lengths)

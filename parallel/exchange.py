@@ -65,7 +65,7 @@ class RingExchange:
         return ExchangeInFlight(received, sent, list(works), axis)
 
     def all_gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """The tensors of all ranks, of sizes `lengths` in dimension 0. Collective."""
+        """The tensors by rank, of sizes `lengths` in dimension 0. Collective."""
         return gather_parts(tensor, self.axes[0], lengths)
 
     def reduce_scatter(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:

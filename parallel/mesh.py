@@ -256,8 +256,8 @@ class DeepSpeedView:
         )
 
     def use(self) -> None:
-        """Make DeepSpeed use this mesh's groups. It has those of the engine made last, and asks
-        them at each gradient reduction without ZeRO.
+        """Make DeepSpeed use this mesh's groups: before each step, where layouts differ. It has
+        those of the engine made last, and asks them at each gradient reduction without ZeRO.
         """
         from deepspeed.utils import groups
 

@@ -47,13 +47,15 @@ class Orders:
             self._thread.start()
 
     def give(self, order: str, step: int) -> None:
-        """Only rank 0 does something; it does not wait for the others."""
+        """Give rank 0's order to all others, without waiting; does nothing on another rank."""
         if self._is_first:
             self._store.set(str(self._num_given), json.dumps([order, step]))
             self._num_given += 1
 
     def next(self) -> tuple[str, int]:
-        """Blocks on another rank. Raises `RuntimeError` after `silence_s` or `longest_s`."""
+        """On another rank, block for the next (order, step); each rank gets every order once.
+        Raises `RuntimeError` after `silence_s` or `longest_s`.
+        """
         key = str(self._num_read)
         began = moved_at = looked_at = time.monotonic()
         pause_s, count = 0.01, b""

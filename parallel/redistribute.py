@@ -60,7 +60,7 @@ class Redistribution:
         width: tuple[int, ...] = (),
     ) -> dict[int, torch.Tensor]:
         """From {sample: [length, *width]} that this rank sends or keeps to those of the samples
-        that it wants, as `dtype` on `device`. Collective.
+        that it wants, as `dtype` on `device`. Collective, with equal `dtype` and `width`.
         """
         rank, size = self._axis.rank, self._axis.size
         outgoing = [self._sends.get((rank, target), []) for target in range(size)]

@@ -75,7 +75,7 @@ TIE = 1.005
 
 
 def keys_seen(starts: list[int]) -> torch.Tensor:
-    """[T] int64: keys of each position in causal attention within its document."""
+    """[T] int64: number of keys of each position in causal attention within its document."""
     edges = torch.tensor(starts)
     return torch.arange(starts[-1]) - edges[:-1].repeat_interleave(edges.diff()) + 1
 
@@ -87,8 +87,8 @@ def imbalance(
     linear: bool = True,
     seen: torch.Tensor | None = None,
 ) -> float:
-    """Largest work of a rank divided by the mean. `seen` [T]: keys that each token attends to. With
-    `linear`, linear layers count too.
+    """Largest work of a rank divided by the mean. `seen` [T]: number of keys that each token
+    attends to. With `linear`, linear layers count too.
     """
     seen = keys_seen(starts) if seen is None else seen
     work = [

@@ -60,7 +60,7 @@ class StepGuard:
         return f"the {name} {'is' if name == 'loss' else 'are'} not finite" if name else ""
 
     def gradient_problem(self) -> str:
-        """The same of gradients, before the optimizer step."""
+        """The same of gradients, between the last backward pass and the step. Collective."""
         name = self.role.engine.broken_gradient()
         return f"the gradient of {name} is not finite" if name else ""
 

@@ -144,10 +144,14 @@ PER_TOKEN = (
 
 class SequenceMean:
     """For each response token the mean (`mean(values)`) or sum (`mean.sum(values)`) of values [M]
-    over its sample's response tokens, on all sequence-parallel ranks; differentiable. Collective.
+    over its sample's response tokens, on all sequence-parallel ranks; differentiable. Collective,
+    also without tokens.
     """
 
     def __init__(self, sample_ids: torch.Tensor, members: torch.Tensor, axis: Axis) -> None:
+        """`sample_ids` [M]: of the response tokens here. `members` [S]: all ids of the packed
+        sequence, ascending.
+        """
         self._axis, self._index = axis, torch.searchsorted(members, sample_ids)
         counts = torch.bincount(self._index, minlength=len(members))
         self._counts = all_reduce(counts, axis).clamp_min(1)

@@ -166,7 +166,8 @@ def _numbered(parts: Sequence[BranchPart], by: int, above: int) -> list[BranchPa
 
 def saved_tokens(starts: Sequence[int], parents: Sequence[int], begins: Sequence[int]) -> int:
     """How many tokens of a packed sequence are not computed again, compared with a sequence of its
-    own for each document that no other continues from its end. Arguments: as in `Tree`.
+    own for each document that no other continues from its end. Arguments: as in `Tree`,
+    with a number for each document in `parents`.
     """
     ends = np.asarray(begins) + np.diff(starts)
     inner = {up for up, at in zip(parents, begins, strict=True) if up >= 0 and at == ends[up]}

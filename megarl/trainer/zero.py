@@ -278,7 +278,7 @@ class TrainEngine:
 
     def broken_gradient(self) -> str:
         """Name of the first parameter whose gradient, or its norm in float32, is not finite on some
-        rank, or "". Collective.
+        rank, or "". Collective, after the `backward` with `last`.
         """
         if self.config.offload_optimizer:
             # ZeRO 1 and 2 only start the copies to the host, which until then has older gradients.
@@ -312,8 +312,8 @@ class TrainEngine:
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Iterate over (Hugging Face name, whole tensor) of every weight, gathered on every rank;
-        collective. A tensor is valid until the next one. Tied weights appear once, LoRA adapters as
-        separate entries.
+        collective, to the end. A tensor is valid until the next one. Tied weights appear once, LoRA
+        adapters as separate entries.
         """
         named: Any = self.module.model.named_parameters()
         for name, parameter in named:
