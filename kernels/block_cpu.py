@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megarl.kernels.dense import dense_backward, dense_forward
-from megarl.kernels.region_block import PieceBlock
+from megarl.kernels.region_block import RegionBlock
 
 
 class CpuOperator:
@@ -54,7 +54,7 @@ class CpuOperator:
         )
 
 
-class CpuBlock(PieceBlock):
+class CpuBlock(RegionBlock):
     """`Block` on CPU; 16-bit inputs are computed in float32."""
 
     def __init__(self) -> None:

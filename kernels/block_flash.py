@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from megarl.kernels.dense import dense_backward, dense_forward
-from megarl.kernels.region_block import PieceBlock
+from megarl.kernels.region_block import RegionBlock
 
 WIDEST = 256
 """Largest head width that torch's kernel takes."""
@@ -95,7 +95,7 @@ class FlashOperator:
         return grad_q, grad_k, grad_v
 
 
-class FlashBlock(PieceBlock):
+class FlashBlock(RegionBlock):
     """`Block` by torch's FlashAttention-2 kernel."""
 
     def __init__(self) -> None:

@@ -121,7 +121,7 @@ def _add(
         total.index_add_(0, rows.flatten(), _flat(grad).to(total.dtype))
 
 
-class PieceBlock:
+class RegionBlock:
     """`Block` by one call of `operator` for each region or batch of small regions."""
 
     def __init__(self, operator: Operator) -> None:

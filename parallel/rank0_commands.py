@@ -1,6 +1,6 @@
 """What rank 0 tells other ranks to do next, which may come after hours of waiting for rollouts.
 
-    orders = Orders(silence_s=720, longest_s=9000)     # on all ranks
+    orders = Rank0Commands(silence_s=720, longest_s=9000)     # on all ranks
     orders.give("train", 7)                            # rank 0; other ranks return at once
     orders.next()                                      # the ranks that follow: ("train", 7)
 
@@ -25,7 +25,7 @@ MOST_BEAT_S = 5.0
 BEAT = "beat"
 
 
-class Orders:
+class Rank0Commands:
     """Passes orders such as ("train", 7), for step 7, from rank 0 to the other ranks."""
 
     def __init__(self, *, silence_s: float, longest_s: float, name: str = "orders") -> None:
@@ -34,7 +34,7 @@ class Orders:
         Args:
             silence_s: without a sign of life of rank 0 for so long, `next` raises.
             longest_s: without an order for so long, `next` raises.
-            name: the same on all ranks, where there are several `Orders`.
+            name: the same on all ranks, where there are several `Rank0Commands`.
         """
         self.silence_s, self.longest_s = silence_s, longest_s
         self._beat_s = min(MOST_BEAT_S, silence_s / 4)

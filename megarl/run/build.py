@@ -12,7 +12,7 @@ from megarl.observe.live_report import LiveReport
 from megarl.observe.observer import Observer
 from megarl.parallel.collectives import broadcast_object, wait_for_first
 from megarl.parallel.mesh import Axis, ProcessMesh, all_ranks
-from megarl.parallel.rank0_commands import Orders
+from megarl.parallel.rank0_commands import Rank0Commands
 from megarl.rollout.batch_files import BatchWriter
 from megarl.rollout.client import RolloutClient
 from megarl.run.rollouts import Generation, start_generation
@@ -53,7 +53,7 @@ class TrainingParts:
     """Adds reward models' scores, if there are any."""
     teacher: Teacher | None
     """For `task: distill`."""
-    serving: Orders | None
+    serving: Rank0Commands | None
     """Rank 0's orders to ranks without a part of the policy, if there are any."""
     learner: PolicyGradient | Distillation
     checkpoints: Checkpoints
@@ -96,7 +96,7 @@ class ServingParts:
     critics: list[Critic]
     rewards: RewardModels
     teacher: Teacher | None
-    serving: Orders
+    serving: Rank0Commands
     """Orders of rank 0."""
     checkpoints: Checkpoints
 
@@ -156,7 +156,7 @@ def build_training(
     if len(mesh.ranks) < everyone.size:
         # In one collective a rank may wait for another role's whole step, or its loading.
         everyone = all_ranks(timeout_s=STEPS_OF * config.training.collective_timeout_s)
-        orders = Orders(silence_s=config.training.collective_timeout_s, longest_s=deadline_s)
+        orders = Rank0Commands(silence_s=config.training.collective_timeout_s, longest_s=deadline_s)
         context.stack.callback(orders.close)
     updates = (config.steps - config.warmup_steps) * config.training.optimizer_steps
     policy = learner = None

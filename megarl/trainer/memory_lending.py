@@ -1,6 +1,6 @@
 """A trained model's GPU memory, lent to the colocated inference engines while they generate.
 
-    handover = Handover(device)
+    handover = MemoryLending(device)
     handover.offload(optimizer, module)      # master weights and moments: to the host; rest: freed
     handover.reload()                        # the same tensors, on the device again
 
@@ -60,7 +60,7 @@ class HostMemory:
         self._is_registered = False
 
 
-class Handover:
+class MemoryLending:
     """Frees a DeepSpeed optimizer's GPU memory on this rank (`offload`) and takes it back
     (`reload`). On the CPU it works too.
     """

@@ -31,7 +31,7 @@ from megarl.trainer.gradient_sums import keep_on_device, sum_of
 from megarl.trainer.heads import SCORING
 from megarl.trainer.lora import MergedWeights, is_adapter
 from megarl.trainer.loss_scale import LossScale, fp16_settings
-from megarl.trainer.memory_lending import Handover, free_cache, synchronize
+from megarl.trainer.memory_lending import MemoryLending, free_cache, synchronize
 from megarl.trainer.model import RoleModel
 from megarl.trainer.optimizers import OPTIMIZERS, learning_rate
 from megarl.trainer.zero_state import TrainState
@@ -163,7 +163,7 @@ class TrainEngine:
         self.trains = trains
         self.module = model
         """The model without DeepSpeed. Under ZeRO 3 its parameters are empty outside of a pass."""
-        self._view, self._handover = DeepSpeedView(mesh), Handover(device)
+        self._view, self._handover = DeepSpeedView(mesh), MemoryLending(device)
         self._engine: Any = None
         self.loss_scale: LossScale | None = None
         """Set for a model trained in float16."""
@@ -402,7 +402,7 @@ class TrainEngine:
 
     def offload(self) -> None:
         """Move master weights and optimizer state to the host, and free gradients and reduction
-        buffers, for colocated inference engines; see `Handover`. Of a frozen model only unused
+        buffers, for colocated inference engines; see `MemoryLending`. Of a frozen model only unused
         memory is freed.
         """
         if self.trains:

@@ -8,14 +8,14 @@ from support.ranks import run_ranks
 
 from megarl.parallel import mesh as mesh_module
 from megarl.parallel.collectives import barrier
-from megarl.parallel.rank0_commands import Orders
+from megarl.parallel.rank0_commands import Rank0Commands
 
 
 def follow() -> list[object]:
     """On rank 1, the orders it got and how its waits for a silent rank 0 ended; on rank 0 []."""
     mesh_module.initialise(timeout_s=60)
     everyone = mesh_module.all_ranks()
-    orders = Orders(silence_s=1.0, longest_s=60.0)
+    orders = Rank0Commands(silence_s=1.0, longest_s=60.0)
     if everyone.rank == 0:
         time.sleep(3)  # longer than `silence_s`, as a wait for rollouts is
         orders.give("train", 7)
@@ -23,7 +23,7 @@ def follow() -> list[object]:
         barrier(everyone)
         orders.close()  # as a stopped process, which gives no sign of life
         barrier(everyone)
-        slow = Orders(silence_s=1.0, longest_s=2.0, name="slow")
+        slow = Rank0Commands(silence_s=1.0, longest_s=2.0, name="slow")
         barrier(everyone)
         slow.close()
         mesh_module.finalise()
@@ -31,7 +31,7 @@ def follow() -> list[object]:
     found: list[object] = [orders.next(), orders.next()]
     barrier(everyone)
     for count, made in enumerate((orders, None)):
-        waited = made or Orders(silence_s=1.0, longest_s=2.0, name="slow")
+        waited = made or Rank0Commands(silence_s=1.0, longest_s=2.0, name="slow")
         began = time.monotonic()
         try:
             waited.next()
