@@ -1,8 +1,8 @@
 """A trained model's GPU memory, lent to the colocated inference engines while they generate.
 
-    handover = MemoryLending(device)
-    handover.offload(optimizer, module)      # master weights and moments: to the host; rest: freed
-    handover.reload()                        # the same tensors, on the device again
+    lending = MemoryLending(device)
+    lending.offload(optimizer, module)      # master weights and moments: to the host; rest: freed
+    lending.reload()                        # the same tensors, on the device again
 
 Storages are set to 0 bytes and later back to their size, as FSDP does, so every view that DeepSpeed
 keeps stays valid. Its own `offload_states` works with ZeRO 2 only: bf16 ZeRO 1 has no such method,

@@ -163,7 +163,7 @@ class TrainEngine:
         self.trains = trains
         self.module = model
         """The model without DeepSpeed. Under ZeRO 3 its parameters are empty outside of a pass."""
-        self._view, self._handover = DeepSpeedView(mesh), MemoryLending(device)
+        self._view, self._lending = DeepSpeedView(mesh), MemoryLending(device)
         self._engine: Any = None
         self.loss_scale: LossScale | None = None
         """Set for a model trained in float16."""
@@ -407,12 +407,12 @@ class TrainEngine:
         """
         if self.trains:
             on_host = self.config.offload_optimizer
-            self._handover.offload(self._engine.optimizer, self.module, on_host=on_host)
+            self._lending.offload(self._engine.optimizer, self.module, on_host=on_host)
         free_cache(self.device)
 
     def reload(self) -> None:
         """Undo `offload`; blocks until the copies are done."""
-        self._handover.reload()
+        self._lending.reload()
 
     def save(self, folder: Path, files: RankFiles) -> None:
         """Add this rank's optimizer state and master weights to `files`, as rank_NNNNN.safetensors
@@ -440,6 +440,6 @@ class TrainEngine:
 
     def destroy(self) -> None:
         """Release DeepSpeed's hooks and memory; the model cannot be used afterwards."""
-        self._handover.release()
+        self._lending.release()
         if self._engine is not None:
             self._engine.destroy()

@@ -79,7 +79,7 @@ def trained(
         if hands_over:
             role.engine.offload()
             role.engine.offload()  # a second one changes nothing
-            moved = role.engine._handover
+            moved = role.engine._lending
             on_host = len(moved._host.bytes) if moved._host else 0
             if save and step in (0, STEPS - 1):  # without moments, and with them
                 found["stays"].append(sum(alive().values()) - before - on_host)
