@@ -59,7 +59,7 @@ class Result:
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """For each evaluation of `train` a dict with `step`, the steps done."""
+        """For each evaluation of `train` a dict with `step`, the steps done, 0 before training."""
         return [{"step": row.step, **row.metrics} for row in self._read().evaluations]
 
     @property
@@ -73,7 +73,7 @@ class Result:
 
     @property
     def model(self) -> Path | None:
-        """The model of the newest checkpoint, a folder in Hugging Face's format."""
+        """The model of the newest checkpoint, in Hugging Face's format; None without one."""
         from megarl.checkpoints.listing import newest_first
 
         saved = newest_first(self.folder / "checkpoints")

@@ -138,7 +138,7 @@ WARN_SHARE = 0.1
 
 def failure_warning(verdicts: Sequence[Verdict], limit: float, where: str) -> str:
     """A warning if the verifier failed for at least a tenth of the responses given to it, or
-    abstained for all; else "". Raises `UserError` instead from the fraction `limit` on.
+    abstained for all; else "". Raises `UserError` instead if also the fraction `limit` failed.
     """
     judged = [verdict for verdict in verdicts if verdict.judged]
     failed = [verdict for verdict in judged if verdict.failure]

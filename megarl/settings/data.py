@@ -75,7 +75,8 @@ class DataSetConfig(Config):
     source: PathText = ""
     """A .json, .jsonl, .parquet or .csv file, or a data set on the Hugging Face hub."""
     split: str = "train"
-    """Split of a hub data set, such as 'train', or of a folder whose files are named by split."""
+    """Split of a hub data set, such as 'train', or of a folder whose files are named by split; a
+    file or pattern has none."""
     prompt_column: str = "prompt"
     """Column with the prompt: a text, or a chat (a list of {role, content}, where content is a text
     or OpenAI content parts). Dots in a name select a nested column."""
@@ -222,8 +223,8 @@ class PreferencesConfig(DataSetConfig):
     """Configuration of a hub data set that has several."""
     prompt_column: str = "prompt"
     """Column with the prompt: a text, or a chat from which the responses go on. A response that is
-    a conversation may repeat it, whole (as in UltraFeedback) or its last turns. Empty: responses
-    always hold it."""
+    a conversation may repeat it, whole (as in UltraFeedback) or its last turns, or hold it where
+    the column is missing. Empty: responses always hold it."""
     chosen_column: str = "chosen"
     """Column with the better response: a text, to which the token that ends a turn is appended, the
     assistant's turn as a chat, or a conversation that ends with it; chats need `template: chat`."""

@@ -31,7 +31,7 @@ class EngineConfig(Config):
     kv_cache_gib: Annotated[int, Range(1, 10**6)] = 1
     """CPU only: memory of the key-value cache in GiB."""
     gpu_memory_utilization: Annotated[float, Range(0.05, 0.98)] = 0.5
-    """Share of a GPU's memory for the engine, on a GPU that a colocated trainer also uses."""
+    """Share of a GPU's memory for the engine; a colocated trainer uses the same GPU."""
     max_num_sequences: Annotated[int, Range(1, MOST_SAMPLES)] = 256
     """Most requests decoded at the same time; others wait in the engine's queue."""
     max_batched_tokens: Annotated[int, Range(16, MOST_TOKENS)] = 8192

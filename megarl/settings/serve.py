@@ -56,8 +56,8 @@ class JudgeConfig(Config):
     """Regular expression with one group, a number or one of `choices`; its last match in the
     judge's text counts."""
     choices: Annotated[dict[str, float], Range(-1e9, 1e9), Excludes("lowest")] = {}
-    """{verdict: score}, such as `{"yes": 1.0, "no": 0.0}`, in any case. Without `verdict`, the last
-    of these words counts."""
+    """{verdict: score}, such as `{"yes": 1.0, "no": 0.0}`, in upper or lower case. Without
+    `verdict`, the last of these words counts."""
     lowest: Annotated[float | None, Range(-1e9, 1e9)] = None
     """The number that becomes score 0; a lower one is a failure. null: numbers are scores."""
     highest: Annotated[float | None, Range(-1e9, 1e9)] = None

@@ -249,7 +249,8 @@ class TrainingConfig(Config):
     """Dtype of weights and activations; in 16 bit the optimizer keeps float32 master weights.
     float16, for GPUs without bfloat16, scales the loss and repeats steps that overflow. bfloat16x2,
     for CPUs, is float32 with matrix products of bfloat16 numbers, faster with AMX. auto: bfloat16x2
-    with AMX; on GPUs with ZeRO bfloat16, else float16; else float32; the start says which."""
+    with AMX; on GPUs with `zero_stage` above 0 bfloat16, or float16 where they lack it; else
+    float32; the start says which."""
     reduce_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype in which gradients are summed over data x sequence ranks; auto: that of weights and
     activations. float32 sends twice the bytes and rounds less with many ranks; with two there is no

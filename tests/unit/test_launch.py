@@ -335,6 +335,24 @@ def test_what_takes_no_orders_is_killed(monkeypatch: pytest.MonkeyPatch) -> None
         assert popen.wait(10) == -9 and launcher.silent == ["dead"]
 
 
+def test_what_hangs_is_killed_with_its_unmarked_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that takes no orders, and one below it that it gave no environment."""
+    monkeypatch.setattr(launch_run, "MARGIN_S", 0.2)
+    mark = f"/tmp/megarl-test-{os.getpid()}-hangs"
+    hangs = (
+        "import subprocess, time\n"
+        "print(subprocess.Popen(['sleep', '60'], env={}).pid, flush=True); time.sleep(60)"
+    )
+    pipes: Any = {"stdin": subprocess.PIPE, "text": False}
+    environment = os.environ | {"MEGARL_FOLDER": mark}
+    with started(hangs, env=environment, start_new_session=True, **pipes) as (popen, line):
+        launcher = Launcher([], ["here"], Addresses(state=mark), Path())
+        ranks: Any = Process("ranks", 0, ProgramCommand({}, []))
+        launcher.running.append(RunningProcess(ranks, "here", popen, None))
+        launcher.end(is_signalled=False)
+        assert popen.wait(10) == -9 and not start_of(int(line))
+
+
 def running(code: str, kind: Literal["ray", "ranks"] = "ranks") -> tuple[Launcher, RunningProcess]:
     """A Python program below a launcher that runs it as ranks or as Ray; its first line is read."""
     process = Process(kind, 0, ProgramCommand({}, [sys.executable, "-c", code]))

@@ -210,9 +210,9 @@ class Launcher:
         self.order(self.running, KILL)
         self._settle(self.running, MARGIN_S)
         self.silent = sorted({process.host for process in self.running if process.code is None})
+        kill_marked(str(self._state))  # first: it finds unmarked ones by their living parents
         for process in self.running:
             process.popen.kill()  # `srun` is not marked
-        kill_marked(str(self._state))
 
     def order(self, which: Sequence[RunningProcess], order: bytes) -> None:
         """Tell the processes `which` to end, through their standard input. `order`: `b"end\\n"`,

@@ -78,8 +78,8 @@ def _validator(schema: Any, location: str) -> Any:
 
 
 def _missing_reference(tree: Any, validator: Any, registry: Any) -> str | None:
-    """The first reference of a schema that leads to nothing; None if there is none. `kind`: class
-    of its validator.
+    """The first reference of a schema that leads to nothing; None if there is none. `validator`:
+    class of its validator.
     """
     from referencing.exceptions import Unresolvable
     from referencing.jsonschema import specification_with
