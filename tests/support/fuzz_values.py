@@ -46,8 +46,8 @@ def settings(kind: Any) -> list[tuple[str, Any, Range | None]]:
     for one in listed(kind):
         if one.is_section or ".N." in one.key:
             continue
-        is_marked = typing.get_origin(one.kind) is typing.Annotated
-        hint, *marks = typing.get_args(one.kind) if is_marked else (one.kind,)
+        is_marked = typing.get_origin(one.annotation) is typing.Annotated
+        hint, *marks = typing.get_args(one.annotation) if is_marked else (one.annotation,)
         allowed = next((mark for mark in marks if isinstance(mark, Range)), None)
         found.append((one.key.replace(".NAME.", ".judge."), hint, allowed))
     return found

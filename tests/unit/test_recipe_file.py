@@ -200,7 +200,9 @@ def has_marks(kind: Any) -> bool:
 @pytest.mark.parametrize("kind", [RunConfig, SftConfig])
 def test_every_number_has_a_finite_range(kind: Any) -> None:
     for one in settings(kind):
-        inner, *marks = typing.get_args(one.kind) if has_marks(one.kind) else (one.kind,)
+        inner, *marks = (
+            typing.get_args(one.annotation) if has_marks(one.annotation) else (one.annotation,)
+        )
         ranges = [mark for mark in marks if isinstance(mark, Range)]
         bounded = [mark for mark in ranges if math.isfinite(mark.high - mark.low)]
         assert bounded or not is_number(inner), one.key
