@@ -12,10 +12,7 @@ VERSION = Path(__file__).parent / "megarl" / "system" / "version.py"
 setup(
     name="megarl",
     version=re.findall(r'^__version__ = "(.+)"', VERSION.read_text(), re.M)[0],
-    description=(
-        "Reinforcement learning of language models on long chains of thought, under any parallel"
-        " layout"
-    ),
+    description="RL post-training of language models that you can read, change and verify",
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_namespace_packages(include=["megarl", "megarl.*"]),

@@ -1,6 +1,5 @@
 # ruff: noqa: F405
-"""megarl: reinforcement learning of language models on long chains of thought, under any parallel
-layout.
+"""megarl: reinforcement learning of language models, under any parallel layout.
 
 From Python: `from megarl import Trainer` and so on; see docs/api.md. Names are imported at first
 use, so that `import megarl` imports nothing but the version.
