@@ -235,7 +235,7 @@ COMMANDS = {
         options={"--out FILE": "where to write (default: RUN/report.html, or compare.html)"},
         about="Several run folders are compared; those that differ in the seed alone are one band.",
         example="runs/first runs/second",
-        docs="docs/howto/compare_runs.md",
+        docs="docs/howto/read_run_folder.md",
     ),
     "ledger": Command(
         summary="what became of every group of a run, audited",

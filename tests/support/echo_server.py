@@ -18,7 +18,7 @@ from support.documented import block
 
 
 def main(folder: str, port: str, most: str, *more: str) -> None:
-    """Write the environment to `folder` and serve it as docs/howto/openenv.md does."""
+    """Write the environment to `folder` and serve it as docs/howto/environments_of_others.md does."""
     import uvicorn
 
     template = (

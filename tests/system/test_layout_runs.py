@@ -168,7 +168,7 @@ def test_roles_on_ranks_of_their_own_resume(place: Path) -> None:
 def test_two_critics_whose_smaller_value_counts_learn_what_one_does(
     alone: list[dict[str, Any]], place: Path
 ) -> None:
-    """The advantage of docs/howto/second_critic.md, with two equal critics, one of them on a rank
+    """The advantage of docs/howto/ppo.md, with two equal critics, one of them on a rank
     of its own: the smaller value is the only one. The checkpoint holds both.
     """
     (place / "twins.py").write_text(block("python second_critic"))

@@ -351,9 +351,8 @@ def test_thirds_written_with_six_digits_are_thirds() -> None:
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 HOW_TO = (
-    *("async_reward", "builtin_verifiers", "data_of_others", "long_rows", "mixture"),
-    *("multiple_choice", "reward_mathematics", "reward_programs", "several_rewards"),
-    *("good_reward", "trl_verl_rewards"),
+    *("builtin_verifiers", "data_of_others", "mixture", "multiple_choice", "reward_programs"),
+    *("several_rewards",),
 )
 SHOWN = [
     (page, yaml.safe_load(text))
