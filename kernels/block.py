@@ -56,17 +56,17 @@ class Positions:
         depth = torch.tensor(begins) if len(begins) else _sample_positions(edges, parents)
         levels, above = [], ancestors(parents)
         for level, ancestor in enumerate(above):
-            own = ancestor[document]
-            has_one = own >= 0
+            start = ancestor[document]
+            has_one = start >= 0
             # The document of the same sample that continues the ancestor.
-            below = above[level + 1][document] if level + 1 < len(above) else own.new_tensor(-1)
+            below = above[level + 1][document] if level + 1 < len(above) else start.new_tensor(-1)
             below = torch.where(below >= 0, below, document)
-            first = torch.where(has_one, edges[own], index + 1)
-            distance = index - edges[document] + depth[document] - depth[own]
+            first = torch.where(has_one, edges[start], index + 1)
+            distance = index - edges[document] + depth[document] - depth[start]
             levels.append(
                 Level(
                     first,
-                    torch.where(has_one, first + depth[below] - depth[own] - 1, index),
+                    torch.where(has_one, first + depth[below] - depth[start] - 1, index),
                     torch.where(has_one, first + distance, index),
                 )
             )

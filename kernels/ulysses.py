@@ -65,9 +65,9 @@ class TokensToHeads(torch.autograd.Function):
         sums = [
             parts[0].new_zeros((parts[0].shape[0], count, parts[0].shape[2])) for count in ctx.heads
         ]
-        for rank, own in enumerate(parts):
+        for rank, share in enumerate(parts):
             for total, grad in zip(
-                sums, own.split([max(1, count // size) for count in ctx.heads], 1), strict=True
+                sums, share.split([max(1, count // size) for count in ctx.heads], 1), strict=True
             ):
                 total[:, needed_heads(total.shape[1], size, rank)] += grad
         return *(total.to(ctx.dtype) for total in sums), None

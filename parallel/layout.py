@@ -87,8 +87,8 @@ def resolve_role(name: str, layout: Layout, ranks: Sequence[int], num_ranks: int
 
 
 def resolve(*, data: int, sequence: int, tensor: int, num_ranks: int) -> Layout:
-    """`data` 0 takes all ranks that the other degrees leave. Raises `ValueError`, with what to set,
-    where degrees do not match the ranks.
+    """The layout of a model on `num_ranks` ranks. `data` 0 becomes num_ranks / (sequence x tensor).
+    Raises `ValueError`, with what to set, where the degrees do not multiply to `num_ranks`.
     """
     rest = sequence * tensor
     if data == 0:

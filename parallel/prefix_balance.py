@@ -230,8 +230,8 @@ class FamilyBalance:
         def packed(budget: int) -> list[list[list[int]]]:
             by_rank = rows_in_step(lengths, budget)
             return [
-                [[n for c in row for n in own[c]] for row in rows]
-                for own, rows in zip(chunks, by_rank, strict=True)
+                [[n for c in row for n in chunk[c]] for row in rows]
+                for chunk, rows in zip(chunks, by_rank, strict=True)
             ]
 
         by_families = packed(budget)

@@ -166,7 +166,9 @@ class Writing:
                     reported = dict(enumerate(self._gathered or ()))
                     break
             if self._gathered is not None or not self._has_reports.is_set():
-                commit({name: digest for own in reported.values() for name, digest in own.items()})
+                commit(
+                    {name: digest for rank in reported.values() for name, digest in rank.items()}
+                )
         finally:
             self.committed_s = time.monotonic() - started_at
             shutil.rmtree(self._reports, ignore_errors=True)

@@ -209,8 +209,8 @@ class WeightExport:
         for copy in make_plan(owned, blocks, local=writers).copies:
             copies[copy.destination, copy.put.buffer].append(copy)
         self.bands = [
-            [_Band(file, name, size, copies[file, name]) for name, size in own.sizes.items()]
-            for file, own in enumerate(blocks)
+            [_Band(file, name, size, copies[file, name]) for name, size in block.sizes.items()]
+            for file, block in enumerate(blocks)
         ]
 
     def writer(self, file: int) -> int:

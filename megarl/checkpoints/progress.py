@@ -180,13 +180,13 @@ def choose(
             return f"it is of a run with seed {progress.seed}, this one has {seed}"
         if progress.data != data:
             return "it is of a run on other data: its prompt cursor would point elsewhere"
-        for name, own in (roles or {}).items():
+        for name, settings in (roles or {}).items():
             if name not in progress.roles:
                 return f"it has no {name}, which this run trains"
-            if not can_resume(progress.roles[name], own):
+            if not can_resume(progress.roles[name], settings):
                 return (
                     f"its {name} was written under {progress.roles[name]}, that of this run is"
-                    f" {own}, and only layout and ZeRO stage may differ"
+                    f" {settings}, and only layout and ZeRO stage may differ"
                 )
         return ""
 

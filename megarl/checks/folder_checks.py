@@ -128,16 +128,16 @@ def owned_folder(config: AnyConfig, *, starts: bool) -> Iterator[lease.Lease | N
     check_writable(config.folder, setting="folder")
     patience_s = config.training.checkpoint.owner_timeout_s
     try:
-        own = lease.take(Path(config.folder), patience_s=patience_s)
+        run_lease = lease.take(Path(config.folder), patience_s=patience_s)
     except OSError as error:
         raise ValueError(
             f"folder is {config.folder}, but no file can be made there ({error}); set folder to a"
             " folder of your own"
         ) from None
     try:
-        yield own
+        yield run_lease
     finally:
-        own.release()
+        run_lease.release()
 
 
 def check_observe(config: ObserveConfig) -> None:

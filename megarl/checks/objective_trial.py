@@ -67,10 +67,12 @@ class Trial:
         `like`; `shape`: in words.
         """
         is_tensor = isinstance(result, torch.Tensor)
-        what = f"{result.dtype} of shape {[*result.shape]}" if is_tensor else type(result).__name__
+        problem = (
+            f"{result.dtype} of shape {[*result.shape]}" if is_tensor else type(result).__name__
+        )
         self.require(
             is_tensor and result.shape == like.shape and result.is_floating_point(),
-            f"returned {what}; return {like.dtype} of shape {shape}, here {[*like.shape]}",
+            f"returned {problem}; return {like.dtype} of shape {shape}, here {[*like.shape]}",
         )
         is_there = result.device == like.device
         self.require(is_there, f"returned a tensor on {result.device}; return it on {like.device}")
@@ -187,5 +189,7 @@ def try_filter(config: RunConfig, prompts: PromptList) -> None:
             for n, (to, verdict) in enumerate(zip(LENGTHS[:4], verdicts, strict=True))
         ]
         result = trial(Group(0, prompts.at(0), rollouts))
-        what = f"returned {type(result).__name__}; return True for a group to keep, otherwise False"
-        trial.require(isinstance(result, bool | np.bool_), what)
+        problem = (
+            f"returned {type(result).__name__}; return True for a group to keep, otherwise False"
+        )
+        trial.require(isinstance(result, bool | np.bool_), problem)

@@ -27,8 +27,8 @@ from megarl.system.files import RECIPES
 
 
 def width() -> int:
-    """Width of a page of help in characters: that of the terminal, from 40 to 100; 80 where there
-    is no terminal.
+    """Characters in a line of help: as many as the terminal has, but 40 to 100; 80 without a
+    terminal.
     """
     return min(100, max(40, shutil.get_terminal_size().columns))
 

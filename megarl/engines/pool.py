@@ -283,11 +283,11 @@ class EngineManager:
         """Go on without an engine; raises `RuntimeError` if that is impossible."""
         engine.state = "given up"
         reason = f"{ENGINE_STARTS} starts of engine {engine.number} failed; the last: {problem}"
-        left = sum(engine.state != "given up" for engine in self.engines)
-        if not left or self._starts.takes_turns or not self._is_under_way:
+        usable = sum(engine.state != "given up" for engine in self.engines)
+        if not usable or self._starts.takes_turns or not self._is_under_way:
             raise RuntimeError(reason)
         count = len(self.engines)
-        self._say(f"megarl: warning: {reason}; the run goes on with {left} of {count} engines")
+        self._say(f"megarl: warning: {reason}; the run goes on with {usable} of {count} engines")
 
     def _say(self, line: str) -> None:
         """To this process's log, and to the user by rank 0."""

@@ -132,15 +132,15 @@ class Worker:
         # In a run the engines may start at the same time and take every core.
         limit_s = max(START_WITHIN_S, config.load_limit_s) if within_s is None else within_s
         code = config.session or ", ".join(config.tools.functions or named(config))
-        about = f"{setting_of(config)} '{code}'"
+        verifier = f"{setting_of(config)} '{code}'"
         try:
             reply = await self.ask("load", config, codec, sources, limit_s=limit_s)
         except WorkerLost as lost:
             if lost.failure == "error":
-                raise ValueError(f"{about}: its process {lost} at start") from None
+                raise ValueError(f"{verifier}: its process {lost} at start") from None
             raise ValueError(
-                f"{about} did not load within {limit_s:g} s; move what takes long out of its file's"
-                " top level, or raise environment.load_limit_s"
+                f"{verifier} did not load within {limit_s:g} s; move what takes long out of its"
+                " file's top level, or raise environment.load_limit_s"
             ) from None
         if "imported" not in reply:
             raise ValueError(reply.get("refused") or reply.get("detail"))

@@ -45,8 +45,8 @@ class _Groups:
 
 
 def check_rewards(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> None:
-    """Raise `ValueError` for different shapes, rewards that are NaN or beyond 1e18, or negative
-    counts.
+    """Raise `ValueError` if the shapes differ, a reward is NaN or beyond `REWARD_LIMIT`, or a
+    sample has a negative number of tokens.
     """
     if (
         rewards_N.dim() != 1
@@ -85,7 +85,9 @@ def _by_group(rewards_N: Tensor, groups_N: Tensor) -> _Groups:
 
 
 def _normalise_over_tokens(values_N: Tensor, tokens_N: Tensor) -> Tensor:
-    """(x - mean) / (population std + EPSILON), where a sample counts once per response token."""
+    """(x - mean) / (population std + EPSILON) of each sample's value x [N]; in mean and std a
+    sample counts as often as it has response tokens. A sample without tokens gets 0.
+    """
     trained_N = tokens_N > 0
     if not bool(trained_N.any()):
         return torch.zeros_like(values_N)

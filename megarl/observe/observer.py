@@ -105,7 +105,9 @@ class Observer(contextlib.AbstractContextManager):
             self._progress.evaluation(step, metrics)
 
     def evaluated(self, step: int, name: str) -> dict[str, float] | None:
-        """Metrics `name`/... of the evaluation after `step` steps, also of an earlier process."""
+        """The metrics `name`/... of the newest evaluation after `step` steps, of this process or of
+        one before a resume; None without one.
+        """
         records = [
             {key: value for key, value in record.items() if key.startswith(f"{name}/")}
             for record in read_records(self._folder / EVALUATIONS)
@@ -114,7 +116,9 @@ class Observer(contextlib.AbstractContextManager):
         return next(filter(None, reversed(records)), None)
 
     def trained(self, step: int) -> dict[str, float]:
-        """Finite metrics of step number `step` (from 1), also of an earlier process."""
+        """The finite metrics of training step `step` (from 1), of this process or of one before a
+        resume; empty without such a step.
+        """
         lines = [row for row in read_records(self._folder / METRICS) if row.pop("step") == step]
         return {
             name: value for row in lines[-1:] for name, value in row.items() if value is not None

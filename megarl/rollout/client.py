@@ -92,8 +92,8 @@ class RolloutClient:
         doing = f"reading the finished groups after {step} steps"
         groups = self._ask(lambda: self._service.unused.remote(step, self._data_rank), doing)
         stored = [segment.arrays for segment in segments_of(groups)]
-        what = f"segments of {len(groups)} finished groups that step {step} has not used"
-        return with_arrays(groups, self._fetch(what, stored)) if stored else []
+        arrays = f"segments of {len(groups)} finished groups that step {step} has not used"
+        return with_arrays(groups, self._fetch(arrays, stored)) if stored else []
 
     def evaluate(self, temperature: float, name: str) -> Evaluated | None:
         """One scored response to each held-out problem, with one result for all ranks; raises as

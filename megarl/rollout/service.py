@@ -110,8 +110,9 @@ GREEDY = -1
 
 
 class RolloutService:
-    """Has engines generate groups and the environment score them, and keeps complete batches for
-    all trainer ranks. Steps count from 0; step k trains weights of version k.
+    """Turns prompts into scored groups: engines generate the responses, the environment scores
+    them. Keeps the batch of a step until every trainer rank has taken its share. Steps count from
+    0; step k trains weights of version k.
     """
 
     def __init__(

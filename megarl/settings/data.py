@@ -165,14 +165,16 @@ class PromptsConfig(DataSetConfig):
 
     def part(self, number: int) -> Self:
         """Source `number` (from 0) of `sources` as if it were the only one."""
-        part = dict(self.sources[number])
-        own = {name: part[name] for name in part if name != "weight" and part[name] is not None}
+        source = dict(self.sources[number])
+        changes = {
+            name: source[name] for name in source if name != "weight" and source[name] is not None
+        }
         # A source that says how its rows are judged does not take the other way from around it.
-        if "environment" in own:
-            own.setdefault("environment_column", "")
-        elif "environment_column" in own:
-            own["environment"] = ""
-        return replace(self, sources=(), **own)
+        if "environment" in changes:
+            changes.setdefault("environment_column", "")
+        elif "environment_column" in changes:
+            changes["environment"] = ""
+        return replace(self, sources=(), **changes)
 
     @property
     def parts(self) -> list[Self]:

@@ -173,8 +173,8 @@ class Config(BaseModel):
     def told(self, key: str) -> str:
         """A setting, which may be dotted, with its value, as in "RunConfig.steps is 5"."""
         value = operator.attrgetter(key)(self)
-        what = "has settings" if isinstance(value, Config | dict) else f"is {_shown(value)}"
-        return f"{type(self).__name__}.{key} {what}"
+        problem = "has settings" if isinstance(value, Config | dict) else f"is {_shown(value)}"
+        return f"{type(self).__name__}.{key} {problem}"
 
 
 def section(kind: type[C], **values: Any) -> C:

@@ -119,8 +119,8 @@ class _Gives(nn.Module):
 def _rotary_both(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """transformers' `apply_rotary_pos_emb`: q [B, Hq, T, D], k [B, Hkv, T, D], cos and sin [B, T,
-    R].
+    """Takes the place of transformers' `apply_rotary_pos_emb`: the rotated q [B, Hq, T, D] and k
+    [B, Hkv, T, D]. cos and sin [B, T, R] rotate the first R of D columns.
     """
     return rotary(q, cos, sin), rotary(k, cos, sin)
 

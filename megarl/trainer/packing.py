@@ -96,8 +96,8 @@ def pack_shared(
         whole = pack(Samples.concatenate([samples, filler]), device, places, share)
         indices = _cut(whole, axis.size, how, windows)
     indices_here = indices[axis.rank].to(device)
-    own = {name: getattr(whole, name)[indices_here] for name in PER_TOKEN}
-    return replace(whole, indices=tuple(indices), **own)
+    columns = {name: getattr(whole, name)[indices_here] for name in PER_TOKEN}
+    return replace(whole, indices=tuple(indices), **columns)
 
 
 def _cut(

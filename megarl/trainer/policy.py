@@ -124,10 +124,10 @@ class PolicyGradient:
             weights = token_weights(
                 batch, number, self.algorithm.aggregation, self.policy.device, self.algorithm
             )
-            own = {name: column[number] for name, column in columns.items()}
+            row = {name: column[number] for name, column in columns.items()}
             if number < first:
-                own.pop("logprobs", None)
-            return lambda micro: self._loss(micro, own, weights, metrics, at_start=at_start)
+                row.pop("logprobs", None)
+            return lambda micro: self._loss(micro, row, weights, metrics, at_start=at_start)
 
         num_steps, rates = train_mini_batches(
             *(self.policy, packed, loss_of, self.guard, metrics),

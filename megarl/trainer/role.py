@@ -200,10 +200,12 @@ class Role:
         sequence = self.mesh.sequence
         micro = pack_shared(samples, self.device, sequence, self.training.sequence.cut)
         statistics = self.engine(micro, 1.0)
-        own = torch.zeros(3, len(samples.token_ids), dtype=statistics[0].dtype, device=self.device)
+        shares = torch.zeros(
+            3, len(samples.token_ids), dtype=statistics[0].dtype, device=self.device
+        )
         index = micro.places[micro.mask]
-        own[0, index], own[1, index], own[2, index] = *statistics, 1.0
-        whole = all_reduce(own, sequence)
+        shares[0, index], shares[1, index], shares[2, index] = *statistics, 1.0
+        whole = all_reduce(shares, sequence)
         return whole[0][whole[2] > 0], whole[1][whole[2] > 0]
 
     def adapter_files(self) -> dict[str, bytes]:

@@ -160,7 +160,7 @@ class StepMetrics:
 
     def agree(self, axis: Axis) -> None:
         """Give all ranks of `axis` the sums that some lack, from `add_own`. Collective."""
-        names = sorted({name for own in gather_objects([*self._sums], axis) for name in own})
+        names = sorted({name for sums in gather_objects([*self._sums], axis) for name in sums})
         zero = torch.zeros_like(next(iter(self._sums.values())))
         self._sums = {name: self._sums.get(name, zero) for name in names}
 

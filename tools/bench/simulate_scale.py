@@ -135,14 +135,16 @@ def plans(engines: int) -> dict[str, Any]:
 
 
 def measure(args: Args) -> dict[str, Any]:
-    """A step, and the plan."""
+    """Simulate one step of the rollout service, and make the plan of a publication; returns their
+    times and memory, with the arguments.
+    """
     if args.samples % args.group_size:
         raise ValueError("--group-size must divide --samples")
     return vars(args) | simulate(args, args.work) | {"plan": plans(args.engines)}
 
 
 def show(result: dict[str, Any]) -> Iterator[str]:
-    """The result as lines."""
+    """Two tables: the simulated step, and the plan's cost by kind of rank."""
     columns = (
         "engines d; ranks d; samples d; CPU s=cpu_s .2f; memory MiB=memory_mib .1f;"
         " loop blocked ms=blocked_ms .0f; CPU of that=busy_ms .0f; step s=step_s .1f;"

@@ -23,7 +23,7 @@ Reply = tuple[str, float, bool]
 
 
 class Game(Protocol):
-    """An environment that is being played."""
+    """An environment of another library, while the model plays one of its episodes."""
 
     def reset(self, seed: int) -> str:
         """Begin the episode of this seed; returns the first observation."""
@@ -53,22 +53,22 @@ def seeds(arguments: dict[str, Any], limit: int | None) -> tuple[range, dict[str
 
 
 def row(name: str, settings: dict[str, Any], seed: int, first: str) -> dict[str, Any]:
-    """The row of an episode. Its answer is read by no verifier; it tells episodes apart."""
-    told = {"name": name, "settings": settings, "seed": seed}
-    return {"prompt": first, "answer": f"episode {seed}", "episode": told}
+    """The prompt's row of an episode. No verifier reads its answer, which tells episodes apart."""
+    episode = {"name": name, "settings": settings, "seed": seed}
+    return {"prompt": first, "answer": f"episode {seed}", "episode": episode}
 
 
-def told_of(prompt: Prompt, kind: str) -> tuple[str, dict[str, Any], int]:
-    """(name, settings, seed) of the episode that a prompt begins. Raises `ValueError` if the
-    prompt's row is none that `row` has made.
+def episode_of(prompt: Prompt, kind: str) -> tuple[str, dict[str, Any], int]:
+    """(name, settings, seed) of a prompt's episode. Raises `ValueError` if `row` has not made the
+    prompt's row.
     """
-    told: Any = prompt.fields.get("episode")
+    episode: Any = prompt.fields.get("episode")
     require(
-        isinstance(told, dict),
+        isinstance(episode, dict),
         f"row {prompt.index} is no episode; set prompts.source to {kind}:NAME, or"
         " environment.session to another",
     )
-    return told["name"], told["settings"], told["seed"]
+    return episode["name"], episode["settings"], episode["seed"]
 
 
 def begun(prompt: Prompt, first: str) -> Observation:
@@ -106,7 +106,7 @@ class Episode(ABC):
 
     def start(self, prompt: Prompt) -> Observation:
         """Begin the episode. Raises what the environment raises."""
-        name, settings, seed = told_of(prompt, self.kind)
+        name, settings, seed = episode_of(prompt, self.kind)
         self._game = self.open(name, settings)
         return begun(prompt, self._game.reset(seed))
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.apps.adapters.episodes import begun, replied, row, seeds, told_of
+from megarl.apps.adapters.episodes import begun, episode_of, replied, row, seeds
 from megarl.apps.adapters.packages import package
 from megarl.environments.session import Observation
 from megarl.settings.schema import require
@@ -100,7 +100,7 @@ class OpenEnvEpisode:
         """Begin the episode. Raises `ValueError` if the server cannot be reached or ignores the
         seed.
         """
-        address, settings, seed = told_of(prompt, "openenv")
+        address, settings, seed = episode_of(prompt, "openenv")
         self._open = Connection(address, settings)
         return begun(prompt, await self._open.reset(seed))
 

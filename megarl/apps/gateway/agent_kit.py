@@ -317,8 +317,10 @@ class AgentSession:
         has sent the call before, so that it has thrown away an answer that it seems to have read.
         """
         same = self._calls.setdefault(call.digest, [])
-        left = [item for item in same if item.connection is None and item.error is None]
-        unread = [item for item in left if not item.read_at] or (left[-1:] if is_retry else [])
+        waiting = [item for item in same if item.connection is None and item.error is None]
+        unread = [item for item in waiting if not item.read_at] or (
+            waiting[-1:] if is_retry else []
+        )
         if unread:
             return unread[0]
         same.append(call)

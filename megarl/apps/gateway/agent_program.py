@@ -135,8 +135,8 @@ async def run_agent_program(
         work, temporary = folder / "work", folder / "tmp"
         work.mkdir()
         temporary.mkdir()
-        about = {"prompt": prompt.text} | {name: prompt.fields.get(name) for name in columns}
-        (folder / "prompt.json").write_text(json.dumps(about, default=str))
+        fields = {"prompt": prompt.text} | {name: prompt.fields.get(name) for name in columns}
+        (folder / "prompt.json").write_text(json.dumps(fields, default=str))
         own = {
             "MEGARL_PROMPT": str(folder / "prompt.json"),
             "HOME": str(work),

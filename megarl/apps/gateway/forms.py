@@ -234,8 +234,8 @@ class ChatCompletions(OpenAIForm):
             if item.text:
                 yield chunk(number, {"content": item.text})
             for index, tool_call in enumerate(item.calls):
-                own = {"index": index} | _as_own_call(tool_call, asked.names)
-                yield chunk(number, {"tool_calls": [own]})
+                numbered_call = {"index": index} | _as_own_call(tool_call, asked.names)
+                yield chunk(number, {"tool_calls": [numbered_call]})
             yield chunk(number, {}, item.finish)
         if asked.has_usage:
             yield "", head | {"choices": [], "usage": token_counts(call, choices)}

@@ -122,8 +122,8 @@ class Messages:
         for call in choice.calls:
             function = call["function"]
             arguments = _object(function["arguments"])
-            about = {"type": "tool_use", "id": call["id"], "name": function["name"]}
-            blocks.append(about | {"input": arguments})
+            block = {"type": "tool_use", "id": call["id"], "name": function["name"]}
+            blocks.append(block | {"input": arguments})
         return blocks
 
     def _stop(self, choice: Choice) -> dict[str, Any]:

@@ -40,8 +40,9 @@ SEARCH_LIMIT_S = 1.0
 
 
 def parse_template(template: str, setting: str) -> list[tuple[str, str]]:
-    """Split the judge's template into pairs (text, field that follows it, or "" at the end). Raises
-    `ValueError`, naming `setting`, for an unknown field, or if there is no `{response}`.
+    """Split the judge's template: "Q: {prompt} A: {response}" becomes [("Q: ", "prompt"),
+    (" A: ", "response")]; text at the end has the field "". Raises `ValueError`, naming `setting`,
+    for an unknown field, or if there is no `{response}`.
     """
     parts = list[tuple[str, str]]()
     doubling = "write {{ and }} for braces that are no field"

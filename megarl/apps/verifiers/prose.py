@@ -189,9 +189,9 @@ def _in_digits(text: str) -> int | str:
         if index == 0 and (word in ("a", "an") or word.isdecimal()):
             group = 1 if word in ("a", "an") else int(word)
         elif value is not None:
-            left = group % 100
+            below_100 = group % 100
             if (value == 0 and len(words) > 1) or (
-                left and not (left >= 20 and left % 10 == 0 and value < 10)
+                below_100 and not (below_100 >= 20 and below_100 % 10 == 0 and value < 10)
             ):
                 return text
             group += value

@@ -34,7 +34,7 @@ POINTS = ((0.3, 0.9), (1.2, 3.1), (-2.7, -0.4))
 
 
 class TooLarge(Exception):
-    """Raised for a value that would take long to compute, or that does not exist."""
+    """A value takes too long to compute, such as 2^2^2^2^2^2, or is not defined."""
 
 
 def exact_value(node: Node) -> Fraction | None:
@@ -235,7 +235,7 @@ def proportional(first: Node, second: Node) -> bool:
     if any(abs(value) < 1e-30 for pair in others for value in pair):
         return False
     ratios = [
-        (own[0] / other[0], own[1] / other[1]) for own, other in zip(ones, others, strict=True)
+        (item[0] / other[0], item[1] / other[1]) for item, other in zip(ones, others, strict=True)
     ]
     return all(_near(ratios[0], ratio, rounded=False) for ratio in ratios) and (
         first.text in "=\u2260" or ratios[0][0].real > 0
@@ -298,8 +298,10 @@ def _matched(first: Sequence[Node], second: Sequence[Node], *, rounded: bool) ->
     if len(first) != len(second) or len(first) > MAX_ITEMS:
         return False
     left = list(second)
-    for own in first:
-        same = next((n for n, other in enumerate(left) if equal(own, other, rounded=rounded)), None)
+    for item in first:
+        same = next(
+            (n for n, other in enumerate(left) if equal(item, other, rounded=rounded)), None
+        )
         if same is None:
             return False
         left.pop(same)
