@@ -22,18 +22,32 @@ class Layout:
     data: int = 1
     sequence: int = 1
     tensor: int = 1
+    expert: int = 1
+    """Neighbours along data x sequence that divide each layer's experts; needs no ranks of its
+    own.
+    """
 
     def __post_init__(self) -> None:
-        for name in self.AXES:
+        for name in (*self.AXES, "expert"):
             if getattr(self, name) < 1:
                 raise ValueError(
                     f"training.layout.{name} is {getattr(self, name)}; set it to 1 or more"
                 )
+        if self.replicas % self.expert:
+            raise ValueError(
+                f"training.layout.expert is {self.expert}, which does not divide data x sequence ="
+                f" {self.replicas} ranks; set it to a divisor"
+            )
 
     @property
     def size(self) -> int:
         """Number of ranks."""
         return math.prod(getattr(self, name) for name in self.AXES)
+
+    @property
+    def replicas(self) -> int:
+        """Ranks with the same dense weights: data x sequence."""
+        return self.data * self.sequence
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """{"data": d, "sequence": s, "tensor": t}"""
@@ -58,8 +72,25 @@ class Layout:
             groups.setdefault(others, []).append(rank)
         return [tuple(ranks) for ranks in groups.values()]
 
+    def expert_groups(self) -> list[tuple[int, ...]]:
+        """All ranks, grouped by those that together have each expert of a layer once."""
+        count = self.expert * self.tensor
+        return [tuple(range(first, first + count)) for first in range(0, self.size, count)]
+
+    def expert_groups_by(self, *, replicas: bool) -> list[tuple[int, ...]]:
+        """All ranks, grouped by those that exchange tokens: those of an expert group with the same
+        tensor coordinate. `replicas`: by those that have the same experts.
+        """
+        groups: dict[tuple[int, int], list[int]] = {}
+        for rank in range(self.size):
+            replica, tensor = divmod(rank, self.tensor)
+            group, expert = divmod(replica, self.expert)
+            groups.setdefault((expert if replicas else group, tensor), []).append(rank)
+        return [tuple(ranks) for ranks in groups.values()]
+
     def __str__(self) -> str:
-        return " x ".join(f"{name} {getattr(self, name)}" for name in self.AXES)
+        axes = " x ".join(f"{name} {getattr(self, name)}" for name in self.AXES)
+        return axes if self.expert == 1 else f"{axes}, expert {self.expert}"
 
 
 def resolve_role(name: str, layout: Layout, ranks: Sequence[int], num_ranks: int) -> None:
@@ -86,7 +117,7 @@ def resolve_role(name: str, layout: Layout, ranks: Sequence[int], num_ranks: int
         )
 
 
-def resolve(*, data: int, sequence: int, tensor: int, num_ranks: int) -> Layout:
+def resolve(*, data: int, sequence: int, tensor: int, expert: int = 1, num_ranks: int) -> Layout:
     """The layout of a model on `num_ranks` ranks. `data` 0 becomes num_ranks / (sequence x tensor).
     Raises `ValueError`, with what to set, where the degrees do not multiply to `num_ranks`.
     """
@@ -99,7 +130,7 @@ def resolve(*, data: int, sequence: int, tensor: int, num_ranks: int) -> Layout:
                 " or change the layout"
             )
         data = num_ranks // rest
-    layout = Layout(data, sequence, tensor)
+    layout = Layout(data, sequence, tensor, expert)
     if layout.size != num_ranks:
         fix = (
             f"set training.layout.data to {num_ranks // rest}"

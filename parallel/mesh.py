@@ -48,6 +48,9 @@ class ProcessMesh:
     * `sample` = sequence x tensor: ranks that get the same micro-batch
     * `world`: all ranks
     * `ring` x `ulysses` = sequence: keys and values travel around the ring
+    * `expert`: ranks among which tokens travel to experts, neighbours along `gradient`
+    * `experts` = expert x tensor: ranks that divide each layer's experts
+    * `expert_gradient`: ranks with the same experts; `gradient` is expert x expert_gradient
     * `ring_back`: `ring` with its own process group, so that gradients do not queue behind keys
     """
 
@@ -67,6 +70,9 @@ class ProcessMesh:
     gradient: Axis
     sample: Axis
     world: Axis
+    expert: Axis
+    experts: Axis
+    expert_gradient: Axis
     ring: Axis
     ring_back: Axis
     ulysses: Axis
@@ -104,6 +110,9 @@ class ProcessMesh:
         self._by_members: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         for name, axes in self.USES.items():
             setattr(self, name, self.axis(name, layout.groups(*axes)))
+        self.expert = self.axis("expert", layout.expert_groups_by(replicas=False))
+        self.experts = self.axis("experts", layout.expert_groups())
+        self.expert_gradient = self.axis("expert_gradient", layout.expert_groups_by(replicas=True))
         shared = layout.groups("sequence")
         circles = [ranks[i::ulysses] for ranks in shared for i in range(ulysses)]
         self.ulysses = self.axis(

@@ -13,28 +13,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
 
 from megarl.parallel.collectives import all_gather_parts, all_reduce, sum_gradient, sum_values
-from megarl.parallel.mesh import Axis
+from megarl.parallel.mesh import Axis, ProcessMesh
 
 Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Rank r of the tensor axis has the indices [edges[r], edges[r + 1]) of dimension `dim`."""
+    """Rank r of `axis` has the indices [edges[r], edges[r + 1]) of dimension `dim`."""
 
     dim: int
     edges: tuple[int, ...]
+    axis: Literal["tensor", "experts"] = "tensor"
+    """Of the `ProcessMesh`."""
 
     @staticmethod
-    def even(dim: int, whole: int, parts: int) -> Shard:
+    def even(
+        dim: int, whole: int, parts: int, axis: Literal["tensor", "experts"] = "tensor"
+    ) -> Shard:
         """The first ranks get one index more."""
         base, extra = divmod(whole, parts)
-        return Shard(dim, tuple(base * rank + min(rank, extra) for rank in range(parts + 1)))
+        edges = tuple(base * rank + min(rank, extra) for rank in range(parts + 1))
+        return Shard(dim, edges, axis)
 
     @property
     def whole(self) -> int:
@@ -50,12 +56,21 @@ class Shard:
             memory_format=torch.contiguous_format
         )
 
-    def gather(self, part: torch.Tensor, axis: Axis) -> torch.Tensor:
+    def of(self, mesh: ProcessMesh) -> Axis:
+        """The axis whose ranks have the parts."""
+        return mesh.tensor if self.axis == "tensor" else mesh.experts
+
+    def gather(self, part: torch.Tensor, mesh: ProcessMesh) -> torch.Tensor:
         """The whole tensor, on all ranks. Collective; without gradients."""
-        return all_gather_parts(part, axis, self.dim, self.lengths)
+        return all_gather_parts(part, self.of(mesh), self.dim, self.lengths)
 
     def whole_shape(self, part: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
         return tuple(self.whole if dim == self.dim else length for dim, length in enumerate(part))
+
+
+def replicas(shard: Shard | None, mesh: ProcessMesh) -> Axis:
+    """The ranks with the same part of a weight, whose gradients are summed."""
+    return mesh.gradient if shard is None or shard.axis == "tensor" else mesh.expert_gradient
 
 
 def parameter(part: torch.Tensor, like: torch.Tensor) -> nn.Parameter:

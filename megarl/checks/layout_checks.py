@@ -63,9 +63,7 @@ def check_layout(training: TrainingConfig, num_ranks: int) -> Layout:
         " training.layout.sequence, so that nothing is left for transport"
         f" {training.sequence.transport!r}; leave the transport out, or lower ulysses",
     )
-    return resolve(
-        data=layout.data, sequence=layout.sequence, tensor=layout.tensor, num_ranks=num_ranks
-    )
+    return resolve(**dict(layout), num_ranks=num_ranks)
 
 
 def check_cut(

@@ -60,6 +60,9 @@ class LayoutConfig(Config):
     """Sequence-parallel (context-parallel) degree: ranks that split the tokens of a sequence."""
     tensor: Annotated[int, Range(1, MOST_RANKS)] = 1
     """Tensor-parallel degree: ranks that split the weights of each layer."""
+    expert: Annotated[int, Range(1, MOST_RANKS)] = 1
+    """Expert-parallel degree, a divisor of data x sequence: neighbours of these ranks divide the
+    experts of each layer, as tensor-parallel ranks do."""
 
 
 class RoleConfig(Config):

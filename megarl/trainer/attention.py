@@ -17,8 +17,6 @@ from megarl.trainer.logits import unknown_logits
 
 ATTENTION = "megarl_packed"
 
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-"""Settings of config.json that are above 0 for a mixture of experts."""
 STATE_SPACE = ("mamba_d_state", "ssm_state_size", "state_size")
 """Settings of config.json that only models with state-space layers have."""
 
@@ -79,8 +77,6 @@ def refuse_unsupported(config: transformers.PretrainedConfig) -> None:
         if rope_type == "longrope" or rope_type.startswith("dynamic"):
             features.append(f"{rope_type} rotary embeddings")
     features += unknown_logits(text)
-    if any(getattr(text, name, 0) for name in EXPERTS):
-        features.append("mixture of experts")
     if features:
         raise ValueError(
             f"model type {config.model_type} uses {', '.join(features)}, which training does not"

@@ -11,7 +11,7 @@ from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, 
 from torch import nn
 
 from megarl.checkpoints.adapter_files import SCORE
-from megarl.parallel.mesh import DeepSpeedView, ProcessMesh
+from megarl.parallel.mesh import Axis, DeepSpeedView, ProcessMesh
 from megarl.parallel.tensor import whole_shapes
 from megarl.settings.training import ModelConfig, TrainingConfig
 from megarl.trainer.heads import SCORING, HeadName
@@ -51,14 +51,11 @@ def build_network(
         score = [SCORE] if head in SCORING else []
         shapes = {name: whole[name] for name in [*network.adapters.parameters, *score]}
         weights = adapter_weights(weights, shapes, training.lora, seed=seed)
+    make = None
     if training.zero_stage == 3:
-        replicas = mesh.gradient
-        own_part = Part(network.shards, mesh.tensor.rank, replicas.rank, replicas.size)
-        make = Partitioner(deepspeed_config(training, replicas.size), mesh, dtype)
-        load_weights(network.model, weights, own_part, dtype=dtype, device=device, make=make)
-    else:
-        own_part = Part(network.shards, mesh.tensor.rank)
-        load_weights(network.model, weights, own_part, dtype=dtype, device=device)
+        make = Partitioner(deepspeed_config(training, mesh.gradient.size), mesh, dtype)
+    part = Part(network.shards, network.fused, mesh, is_sliced=make is not None)
+    load_weights(network.model, weights, part, dtype=dtype, device=device, make=make)
     return network
 
 
@@ -83,21 +80,24 @@ class Partitioner:
                 dtype=dtype,
                 mpu=view,
             )
-        self._num_slices = mesh.gradient.size
+        self._mesh = mesh
 
-    def __call__(self, part: torch.Tensor, shape: torch.Size, requires_grad: bool) -> nn.Parameter:
+    def __call__(self, part: torch.Tensor, empty: nn.Parameter, axis: Axis) -> nn.Parameter:
         """A parameter made of `part`, this rank's flat slice of ceil(numel / n) elements, padding
-        included, which is not copied. `shape`: the whole tensor-parallel shard's.
+        included, which is not copied. `empty`: the whole shard, of which the ranks of `axis` have
+        slices.
         """
         # A view of one element: DeepSpeed asks for the shape, and nothing whole is allocated.
-        unfilled = torch.zeros(1, dtype=part.dtype, device=part.device).expand(shape)
-        parameter = nn.Parameter(unfilled, requires_grad=requires_grad)
+        unfilled = torch.zeros(1, dtype=part.dtype, device=part.device).expand(empty.shape)
+        parameter = nn.Parameter(unfilled, requires_grad=empty.requires_grad)
+        if axis is not self._mesh.gradient:
+            parameter.ds_zero_partition_process_group = self._mesh.group(axis)  # type: ignore
         self._init._convert_to_deepspeed_param(parameter)
         partition: torch.Tensor = part
         partition.ds_numel = part.numel()  # type: ignore[attr-defined]
         partition.status = PartitionedParamStatus.AVAILABLE  # type: ignore[attr-defined]
         partition.final_location = None  # type: ignore[attr-defined]
         parameter.ds_tensor = partition  # type: ignore[attr-defined]
-        parameter.ds_numel_aligned = part.numel() * self._num_slices  # type: ignore[attr-defined]
+        parameter.ds_numel_aligned = part.numel() * axis.size  # type: ignore[attr-defined]
         free_param(parameter)
         return parameter

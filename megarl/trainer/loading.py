@@ -23,13 +23,15 @@ from transformers.utils.hub import cached_file
 
 from megarl.checkpoints.adapter_files import SCORE
 from megarl.checkpoints.export import GENERATION
+from megarl.parallel.mesh import Axis, ProcessMesh
 from megarl.parallel.reshard.boxes import Owned, matrix
-from megarl.parallel.reshard.owned import shard_box
-from megarl.parallel.tensor import Shard, whole_shapes
+from megarl.parallel.reshard.owned import Fused, add_part
+from megarl.parallel.tensor import Shard, replicas, whole_shapes
 from megarl.settings.schema import require
 from megarl.settings.training import ModelConfig
 from megarl.system.third_party import opening
 from megarl.trainer.attention import ATTENTION, refuse_unsupported
+from megarl.trainer.experts import EXPERTS, num_experts, refuse_experts
 from megarl.trainer.heads import SCORING, HeadName, refuse_head, use_score_head
 from megarl.trainer.model_config import load_model_config
 from megarl.trainer.weights import (
@@ -68,6 +70,7 @@ def empty_model(config: ModelConfig) -> PreTrainedModel:
                 hf,
                 dtype=torch.float32,
                 attn_implementation=ATTENTION,
+                **({"experts_implementation": EXPERTS} if num_experts(hf) else {}),
                 trust_remote_code=config.trust_remote_code,
             )
         except KeyError as error:
@@ -100,6 +103,7 @@ def open_weights(
     """
     whole = empty_model(config)
     refuse_unsupported(whole.config)
+    refuse_experts(whole)
     if head not in SCORING:
         refuse_head(whole)
     if not config.from_scratch:
@@ -135,23 +139,26 @@ def open_weights(
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of every parameter a rank keeps, by default all: its tensor-parallel shard and,
-    under ZeRO 3, slice number `slice` of that shard's `slices` equal ones.
+    """Which part of every parameter a rank keeps, by default all: its shard and, with `is_sliced`
+    (ZeRO 3), a slice of that.
     """
 
     shards: Mapping[str, Shard] = field(default_factory=dict)
     """By parameter name; the others are not sharded."""
-    tensor_rank: int = 0
-    slice: int = 0
-    slices: int = 1
+    fused: Fused = field(default_factory=dict)
+    mesh: ProcessMesh | None = None
+    """None: this rank keeps everything."""
+    is_sliced: bool = False
 
     def owned(self, name: str, shape: tuple[int, ...]) -> Owned:
-        """Which rectangles of tensor `name`, of whole shape `shape`, this rank keeps, and where
-        they are in its flat part. Dimensions after the first are columns.
+        """Which rectangles of tensor `name`, of whole shape `shape`, or of the tensors that it is
+        fused of, this rank keeps, and where they are in its flat part. Dimensions after the first
+        are columns.
         """
-        owned = Owned()
-        owned.add(name, shard_box(name, shape, self.shards.get(name), self.tensor_rank), name)
-        return owned.slice(self.slice, self.slices) if self.slices > 1 else owned
+        owned, shard = Owned(), self.shards.get(name)
+        rank = shard.of(self.mesh).rank if shard and self.mesh else 0
+        add_part(owned, name, shape, shard, rank, self.fused)
+        return owned
 
     def read(
         self,
@@ -163,25 +170,23 @@ class Part:
         device: torch.device,
     ) -> torch.Tensor:
         """This rank's part of a tensor, flat; a slice is padded with zeros to the longest."""
-        owned, whole = self.owned(name, shape), matrix(shape)
+        owned = self.owned(name, shape)
         size = owned.sizes[name]
-        if self.slices > 1:
-            box = shard_box(name, shape, self.shards.get(name), self.tensor_rank)
-            size = -(-box.area // self.slices)
-        part = torch.zeros(size, dtype=dtype, device=device)
-        tensor = weights.flat(name).view(whole.rows, whole.columns)
+        if self.is_sliced:
+            assert self.mesh is not None
+            axis = replicas(self.shards.get(name), self.mesh)
+            size = -(-size // axis.size)
+            owned = owned.slice(lambda _: (axis.rank, axis.size))
+        part, shapes = torch.zeros(size, dtype=dtype, device=device), dict(self.fused.get(name, ()))
         for piece in owned.pieces:
-            box = piece.box
+            box, whole = piece.box, matrix(shapes.get(piece.tensor, shape))
+            tensor = weights.flat(piece.tensor).view(whole.rows, whole.columns)
             piece.view(part).copy_(tensor[box.top : box.bottom, box.left : box.right])
         return part
 
 
-MakeParameter = Callable[[torch.Tensor, torch.Size, bool], nn.Parameter]
-"""(this rank's flat part, shape of the tensor-parallel shard, requires_grad) -> parameter."""
-
-
-def _plain(part: torch.Tensor, shape: torch.Size, requires_grad: bool) -> nn.Parameter:
-    return nn.Parameter(part.view(shape), requires_grad=requires_grad)
+MakeParameter = Callable[[torch.Tensor, nn.Parameter, Axis], nn.Parameter]
+"""(this rank's flat part, the empty shard, ranks that share it) -> parameter."""
 
 
 @torch.no_grad()
@@ -192,7 +197,7 @@ def load_weights(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    make: MakeParameter = _plain,
+    make: MakeParameter | None = None,
 ) -> None:
     """Give every parameter and buffer of `model`, on the meta device and tensor-sharded, its
     values, in place. Parameters are converted to `dtype`; buffers keep theirs, since rotary
@@ -204,7 +209,11 @@ def load_weights(
     for name, empty in model.named_parameters():
         assert empty.is_meta, f"{name} has a value already"
         values = part.read(weights, name, shapes[name], dtype=dtype, device=device)
-        parameters[empty] = _like(make(values, empty.shape, empty.requires_grad), empty)
+        if make is None or part.mesh is None:
+            new = nn.Parameter(values.view(empty.shape), requires_grad=empty.requires_grad)
+        else:
+            new = make(values, empty, replicas(part.shards.get(name), part.mesh))
+        parameters[empty] = _like(new, empty)
     for module in model.modules():
         for name, empty in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             setattr(module, name, parameters[empty])

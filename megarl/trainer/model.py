@@ -25,6 +25,7 @@ from megarl.parallel.tensor import whole_shapes
 from megarl.settings.training import TrainingConfig
 from megarl.trainer.attention import Attend, layer_windows
 from megarl.trainer.autotp import shard_with_autotp
+from megarl.trainer.experts import shard_experts
 from megarl.trainer.heads import (
     HeadName,
     LogProbHead,
@@ -38,6 +39,7 @@ from megarl.trainer.lora import Adapters, add_adapters, is_adapter
 from megarl.trainer.norms import use_torch_norms
 from megarl.trainer.sharding import head_shard, shard_model
 from megarl.types import MicroBatch
+from megarl.weights.fused import fused_tensors
 
 
 class Linear(nn.Linear):
@@ -84,8 +86,10 @@ class RoleModel(nn.Module):
         if training.tensor_backend == "autotp":
             self.shards = shard_with_autotp(model, mesh)
         else:
-            self.shards = shard_model(model, mesh.tensor)
+            self.shards = shard_model(model, mesh.tensor) | shard_experts(model, mesh)
         """Of the parameters of `model` of which this rank holds a part."""
+        self.fused = fused_tensors(model)
+        """The published tensors of which parameters of `model` are made."""
         self._inner = RingExchange(mesh.ulysses)
         self._outer = RingExchange(mesh.ring, mesh.ring_back)
         if head == "logprobs":

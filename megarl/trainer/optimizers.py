@@ -18,7 +18,7 @@ import torch
 from megarl.settings.schema import require
 from megarl.settings.training import OptimizerConfig, ScheduleConfig, TrainingConfig
 
-Parameters = Sequence[torch.nn.Parameter]
+Parameters = Sequence[torch.nn.Parameter] | Sequence[dict[str, Any]]
 
 
 def torch_adamw(parameters: Parameters, config: OptimizerConfig) -> torch.optim.Optimizer:

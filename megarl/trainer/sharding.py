@@ -107,6 +107,11 @@ def pattern(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
+def dense_plan(plan: Mapping[str, str]) -> dict[str, str]:
+    """A tensor-parallel plan without the experts, which are divided whole (`shard_experts`)."""
+    return {name: style for name, style in plan.items() if ".experts" not in name}
+
+
 def shard_model(model: PreTrainedModel, axis: Axis) -> dict[str, Shard]:
     """Split `model`, on any device, over the tensor-parallel ranks of `axis`, in place, without
     communication. Returns {parameter name: how it is split}. Raises `ValueError`, with the setting
@@ -115,7 +120,7 @@ def shard_model(model: PreTrainedModel, axis: Axis) -> dict[str, Shard]:
     if axis.size == 1:
         return {}
     refuse_tensor(model.config, axis.size)
-    plan, work = model.tp_plan, _Work(axis, kv_heads(model.config))
+    plan, work = dense_plan(model.tp_plan), _Work(axis, kv_heads(model.config))
     for owner, parent in list(model.named_modules()):
         for child, layer in list(parent.named_children()):
             name = f"{owner}.{child}" if owner else child
@@ -211,7 +216,7 @@ def refuse_tensor(config: transformers.PretrainedConfig, tensor: int) -> None:
     if tensor == 1:
         return
     text = config.get_text_config()
-    plan: dict[str, str] = dict(getattr(text, "base_model_tp_plan", None) or {})
+    plan = dense_plan(getattr(text, "base_model_tp_plan", None) or {})
     if not plan:
         raise ValueError(
             f"model type {config.model_type} has no tp_plan in transformers, which says how its"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +29,7 @@ from megarl.checkpoints.store import (
     refuse_untied,
     sampled_digest,
 )
+from megarl.weights.fused import fused_tensors, published
 
 RECOMPUTED = "rotary_emb.inv_freq"
 """Suffix of a buffer that old checkpoints store and models recompute."""
@@ -147,9 +150,10 @@ def _stored_names(model: PreTrainedModel, store: Store, folder: Path) -> dict[st
     parameters, one name is enough. transformers renames at loading: `embed_out` of GPT-NeoX is its
     `lm_head`, and a base model's checkpoint lacks the prefix (`model.`, `transformer.`).
     """
-    state = model.state_dict()
-    names = {name: name for name in state} | renamed(model, store.shapes, folder)
+    shapes = stored_shapes(model)
+    names = {name: name for name in shapes} | renamed(model, store.shapes, folder)
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = {name: value for name, value in parameters.items() if name in shapes}
     first = {id(parameter): name for name, parameter in reversed(list(parameters.items()))}
     left_out = set()
     for name, parameter in parameters.items():
@@ -170,7 +174,6 @@ def _stored_names(model: PreTrainedModel, store: Store, folder: Path) -> dict[st
         for name in store.shapes
         if name not in names.values() and any(re.search(pattern, name) for pattern in ignored)
     }
-    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     expected = {stored: shapes[name] for name, stored in names.items()}
     refuse_others(store, folder, expected, sorted(left_out))
     return names
@@ -180,12 +183,11 @@ def renamed(model: PreTrainedModel, stored: Iterable[str], folder: Path) -> dict
     """{name in the model: name among `stored`} where transformers renames at loading. Raises
     `ValueError` for tensors that it joins or splits.
     """
-    state, stored = model.state_dict(), set(stored)
-    renamings, converters = _conversions(model)
-    names = {}
+    state: Any = stored_shapes(model)
+    stored, (renamings, converters), names = set(stored), _conversions(model), dict[str, str]()
     for name in sorted(stored - set(state)):
-        new, joined = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
-        if joined is not None:
+        new, _ = rename_source_key(name, renamings, [], model.base_model_prefix, state)
+        if new not in state and rename_source_key(name, renamings, converters)[1] is not None:
             raise ValueError(
                 f"model type {model.config.model_type} of {folder} stores {name}, which"
                 " transformers joins with other tensors or splits at loading; training does not"
@@ -202,10 +204,17 @@ def exported_names(model: PreTrainedModel) -> dict[str, str]:
     """
     renamings = reversed(_conversions(model)[0])
     back: Any = [r.reverse_transform() for r in renamings if type(r) is WeightRenaming]
-    state = model.state_dict()
-    names = {name: rename_source_key(name, back, [], reverse=True)[0] for name in state}
+    names = {
+        name: rename_source_key(name, back, [], reverse=True)[0] for name in stored_shapes(model)
+    }
     stored = renamed(model, names.values(), Path(model.name_or_path or ""))
     return {name: new for name, new in names.items() if stored.get(name) == new}
+
+
+def stored_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """{name: shape} of parameters and persistent buffers, with what fused ones are published as."""
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    return published(shapes, fused_tensors(model))
 
 
 def _conversions(model: PreTrainedModel) -> tuple[list[WeightRenaming], list[WeightConverter]]:
@@ -227,8 +236,17 @@ class RandomWeights:
         self.model, self.seed = model, seed
         self._drawn: tuple[str, dict[str, torch.Tensor]] = "", {}
         """Name and tensors of the most recently drawn module."""
+        self._parts = dict[str, tuple[str, int, int]]()
+        """{published tensor: (fused one, first element, elements)}"""
+        for whole, parts in fused_tensors(model).items():
+            sizes = [math.prod(shape) for _, shape in parts]
+            for (name, _), end, size in zip(parts, accumulate(sizes), sizes, strict=True):
+                self._parts[name] = whole, end - size, size
 
     def flat(self, name: str) -> torch.Tensor:
+        if name in self._parts:
+            whole, first, size = self._parts[name]
+            return self.flat(whole)[first : first + size]
         owner, _, parameter = name.rpartition(".")
         if parameter not in self._drawn[1] or self._drawn[0] != owner:
             self._drawn = "", {}  # freed before the next module is drawn

@@ -24,9 +24,11 @@ from megarl.checkpoints.adapter_files import SCORE
 from megarl.checkpoints.rank_files import RankFiles
 from megarl.parallel.collectives import all_reduce, all_reduce_max
 from megarl.parallel.mesh import Axis, DeepSpeedView, ProcessMesh
+from megarl.parallel.tensor import replicas
 from megarl.settings.training import TrainingConfig
 from megarl.trainer import working_memory
 from megarl.trainer.compilation import drop_stale_locks
+from megarl.trainer.expert_zero import expert_groups
 from megarl.trainer.gradient_sums import keep_on_device, sum_of
 from megarl.trainer.heads import SCORING
 from megarl.trainer.lora import MergedWeights, is_adapter
@@ -69,7 +71,8 @@ def deepspeed_config(
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "train_batch_size": num_data_ranks,
-        "gradient_clipping": config.optimizer.clip_norm,
+        # Without ZeRO `TrainEngine.step` clips: DeepSpeed would average the norms of experts.
+        "gradient_clipping": config.optimizer.clip_norm if config.zero_stage else 0.0,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -181,7 +184,8 @@ class TrainEngine:
         config, optimizer = self.config, None
         trained: list[Any] = [p for p in model.parameters() if p.requires_grad]
         if self.trains:
-            optimizer = OPTIMIZERS[config.optimizer.kind](trained, config.optimizer)
+            groups = expert_groups(model, self.mesh, trained, config.zero_stage)
+            optimizer = OPTIMIZERS[config.optimizer.kind](groups, config.optimizer)
         num_trained = sum(getattr(p, "ds_numel", p.numel()) for p in trained)
         settings = deepspeed_config(
             *(config, self.mesh.gradient.size), trains=self.trains, trained=max(1, num_trained)
@@ -239,7 +243,7 @@ class TrainEngine:
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate
         # Without ZeRO, which is in float32 only, DeepSpeed tells none.
-        norm = self._plain_norm() if self.config.zero_stage == 0 else None
+        norm = self._clip() if self.config.zero_stage == 0 else None
         self._engine.set_gradient_accumulation_boundary(True)
         self._engine.step()
         if norm is None:
@@ -288,19 +292,29 @@ class TrainEngine:
 
     def broken_weight(self) -> str:
         """Name of the first parameter that is not finite on some rank, or "". Collective."""
-        rank = self.mesh.gradient.rank
-        named = ((_bare(n), _own_values(p, rank)) for n, p in self.module.named_parameters())
+        named = (
+            (_bare(n), _own_values(p, replicas(self.module.shards.get(_bare(n)), self.mesh).rank))
+            for n, p in self.module.named_parameters()
+        )
         return first_broken(named, self.mesh.world, self.device, norm=0)
 
-    def _plain_norm(self) -> float:
-        """Gradient norm for float32 without ZeRO, where DeepSpeed does not report it."""
-        squares = torch.zeros(2, dtype=torch.float64, device=self.device)
+    def _clip(self) -> float:
+        """Clip the gradients without ZeRO; returns their norm before. Collective."""
+        squares = torch.zeros(3, dtype=torch.float64, device=self.device)
+        gradients = []
         for name, parameter in self.module.named_parameters():
             if parameter.grad is not None:
-                is_sharded = _bare(name) in self.module.shards
-                squares[int(is_sharded)] += parameter.grad.norm(dtype=torch.float64) ** 2
-        # Parts add up over the tensor axis; what every rank holds whole counts once.
-        return float((squares[0] + all_reduce(squares[1:].clone(), self.mesh.tensor)[0]).sqrt())
+                shard = self.module.shards.get(_bare(name))
+                axis = 0 if shard is None else 1 + (shard.axis == "experts")
+                squares[axis] += parameter.grad.norm(dtype=torch.float64) ** 2
+                gradients.append(parameter.grad)
+        # Parts add up over their axis; what every rank holds whole counts once.
+        all_reduce(squares[1:2], self.mesh.tensor)
+        all_reduce(squares[2:], self.mesh.experts)
+        norm, largest = float(squares.sum().sqrt()), self.config.optimizer.clip_norm
+        if 0 < largest < norm < math.inf:
+            torch._foreach_mul_(gradients, largest / (norm + 1e-6))
+        return norm
 
     def full_score_weight(self) -> torch.Tensor:
         """A copy, on every rank, of the score head's whole weight [1, H]. Raises `AttributeError`
@@ -323,7 +337,7 @@ class TrainEngine:
                 shard = self.module.shards.get(name)
                 yield (
                     name,
-                    shard.gather(parameter.data, self.mesh.tensor) if shard else parameter.data,
+                    shard.gather(parameter.data, self.mesh) if shard else parameter.data,
                 )
 
     def owned(self) -> Mapping[str, torch.Tensor]:
@@ -392,9 +406,9 @@ class TrainEngine:
         """
         if self.module.adapters is None:
             return {}
-        shards, axis = self.module.shards, self.mesh.tensor
+        shards, mesh = self.module.shards, self.mesh
         adapters = {
-            name: shards[name].gather(local, axis) if name in shards else local
+            name: shards[name].gather(local, mesh) if name in shards else local
             for name, local in self.local_adapters().items()
         }
         has_score = self.module.head in SCORING

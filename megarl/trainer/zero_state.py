@@ -30,7 +30,7 @@ from megarl.parallel.mesh import ProcessMesh
 from megarl.parallel.reshard.boxes import Box, Owned, flat_boxes
 from megarl.parallel.reshard.owned import shard_box
 from megarl.parallel.reshard.plan import make_plan
-from megarl.parallel.tensor import whole_shapes
+from megarl.parallel.tensor import replicas, whole_shapes
 from megarl.trainer.model import RoleModel
 
 MASTER = "master"
@@ -62,12 +62,12 @@ class TrainState:
         """Add this rank's file to `files`; without ZeRO, most data-parallel ranks have none.
         `about`: values of JSON's types for the header, which `read` returns.
         """
-        if self._stage == 0 and self._mesh.gradient.rank > 0:
-            return
         tensors, boxes, numbers = dict[str, torch.Tensor](), {}, {}
         shapes = self._shapes()
         for name, share, own_boxes in self._own():
-            if self._mesh.tensor.rank > 0 and name not in self._module.shards:
+            shard = self._module.shards.get(name)
+            is_copy = self._stage == 0 and replicas(shard, self._mesh).rank > 0
+            if is_copy or (shard is None and self._mesh.tensor.rank > 0):
                 continue
             boxes[name] = own_boxes
             state = self._inner.state.get(share.flat, {})
@@ -77,6 +77,8 @@ class TrainState:
                     tensors[f"{slot}/{name}"] = share.of(value)
                 else:  # a count of steps: torch's is a tensor, DeepSpeed's an integer
                     numbers[slot] = value.item() if isinstance(value, torch.Tensor) else value
+        if self._stage == 0 and not tensors:
+            return
         group = self._inner.param_groups[0] if self._inner.param_groups else {}
         about = {**about, "boxes": boxes, "numbers": numbers, "step": group.get("step")}
         about["shapes"] = {name: shapes[name] for name in boxes}
@@ -160,21 +162,26 @@ class TrainState:
     def _own(self) -> Iterator[tuple[str, _OwnPart, list[Box]]]:
         """(name, share, boxes of the whole parameter) of what this rank holds."""
         model, shards = self._module.model, self._module.shards
-        shapes, rank = self._shapes(), self._mesh.tensor.rank
+        shapes = self._shapes()
         for name, parameter in model.named_parameters():
-            share = self._part(parameter) if parameter.requires_grad else None
+            shard = shards.get(name)
+            replica = replicas(shard, self._mesh).rank
+            share = self._part(parameter, replica) if parameter.requires_grad else None
             if share is not None and share.count:
-                box = shard_box(name, shapes[name], shards.get(name), rank)
+                rank = shard.of(self._mesh).rank if shard else 0
+                box = shard_box(name, shapes[name], shard, rank)
                 regions = flat_boxes(box, share.start, share.start + share.count)
                 yield name, share, [inner for inner, _ in regions]
 
-    def _part(self, parameter: Any) -> _OwnPart | None:
-        """Where DeepSpeed keeps this rank's part of a parameter, if it does."""
+    def _part(self, parameter: Any, replica: int) -> _OwnPart | None:
+        """Where DeepSpeed keeps this rank's part of a parameter, if it does. `replica`: index among
+        the ranks that share it.
+        """
         if self._stage == 0:
             return _OwnPart(parameter, 0, 0, parameter.numel())
         if self._stage == 3:
             group, offset, length = self._slice(parameter)
-            start = self._mesh.gradient.rank * length
+            start = replica * length
             count = max(0, min(length, parameter.ds_numel - start))  # without padding
             return _OwnPart(
                 self._optimizer.fp32_partitioned_groups_flat[group], offset, start, count

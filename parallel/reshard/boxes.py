@@ -8,7 +8,7 @@ sliced (ZeRO 3).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -103,17 +103,19 @@ class Owned:
             self.pieces.append(Piece(tensor, box, buffer, offset, box.columns))
         self.sizes[buffer] = offset + box.area
 
-    def slice(self, part: int, parts: int) -> Owned:
-        """What rank `part` of `parts` keeps under ZeRO 3: ceil(size / parts) elements of every
-        buffer, fewer at the end, where DeepSpeed's padding is left out.
+    def slice(self, cut_of: Callable[[str], tuple[int, int]]) -> Owned:
+        """What a rank keeps under ZeRO 3. `cut_of(buffer)` is (part, parts): it has part number
+        `part` of ceil(size / parts) elements, fewer at the end, where DeepSpeed's padding is left
+        out.
         """
-        cut = Owned()
+        cut, lengths, firsts = Owned(), dict[str, int](), dict[str, int]()
         for buffer, size in self.sizes.items():
-            length = -(-size // parts)
-            cut.sizes[buffer] = max(0, min(size, (part + 1) * length) - part * length)
+            part, parts = cut_of(buffer)
+            lengths[buffer] = -(-size // parts)
+            firsts[buffer] = part * lengths[buffer]
+            cut.sizes[buffer] = max(0, min(size - firsts[buffer], lengths[buffer]))
         for piece in self.pieces:
-            length = -(-self.sizes[piece.buffer] // parts)
-            first = part * length
+            length, first = lengths[piece.buffer], firsts[piece.buffer]
             begin = first - piece.offset
             for box, start in flat_boxes(piece.box, begin, begin + length):
                 cut.pieces.append(

@@ -5,11 +5,16 @@ whole shapes, tensor-parallel shards, layout, ZeRO stage -> [Owned of each rank]
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from megarl.parallel.layout import Layout
 from megarl.parallel.reshard.boxes import Box, Owned, matrix
 from megarl.parallel.tensor import Shard
+
+Fused = Mapping[str, Sequence[tuple[str, tuple[int, int]]]]
+"""{fused tensor: (name, shape) of the published tensors that it has one after the other}, as many
+for each index of its first dimension: gate and up of expert 0, gate and up of expert 1, ...
+"""
 
 
 def training_owned(
@@ -17,37 +22,60 @@ def training_owned(
     shards: Mapping[str, Shard],
     layout: Layout,
     zero_stage: int,
+    fused: Fused | None = None,
 ) -> list[Owned]:
-    """By rank, the boxes in its flat buffers: one for each tensor, of the same name.
+    """By rank, the boxes in its flat buffers: one for each tensor of `shapes`, of the same name.
 
-    `shapes`: {tensor: whole shape}. `shards`: how tensor-parallel ranks split tensors; others are
-    whole. `zero_stage` 3 slices each buffer over data x sequence. Raises as `shard_box`.
+    `shapes`: {tensor: whole shape}. `shards`: how ranks split tensors; others are whole.
+    `zero_stage` 3 slices each buffer over the ranks that share it. `fused`: the boxes of such a
+    buffer are of the published tensors. Raises as `shard_box`.
     """
-    whole_ranks = []
-    for rank in range(layout.tensor):
-        owned = Owned()
-        for name, shape in shapes.items():
-            owned.add(name, shard_box(name, shape, shards.get(name), rank), name)
-        whole_ranks.append(owned)
-    replicas, parts = layout.size // layout.tensor, []
+    by_experts = {name for name in shapes if name in shards and shards[name].axis == "experts"}
+    wholes, parts = dict[int, Owned](), []
     for rank in range(layout.size):
-        axes = layout.coordinates(rank)
-        owned, replica = (
-            whole_ranks[axes["tensor"]],
-            axes["data"] * layout.sequence + axes["sequence"],
-        )
-        parts.append(owned.slice(replica, replicas) if zero_stage == 3 and replicas > 1 else owned)
+        replica, tensor = divmod(rank, layout.tensor)
+        number = rank % (layout.expert * layout.tensor)  # on the axis `experts`
+        if number not in wholes:
+            wholes[number] = owned = Owned()
+            for name, shape in shapes.items():
+                index = number if name in by_experts else tensor
+                add_part(owned, name, shape, shards.get(name), index, fused or {})
+        expert = replica // layout.expert, layout.replicas // layout.expert
+
+        def cut_of(
+            name: str, dense: tuple[int, int] = (replica, layout.replicas), expert=expert
+        ) -> tuple[int, int]:
+            return expert if name in by_experts else dense
+
+        is_cut = zero_stage == 3 and layout.replicas > 1
+        parts.append(wholes[number].slice(cut_of) if is_cut else wholes[number])
     return parts
 
 
+def add_part(
+    owned: Owned, name: str, shape: tuple[int, ...], shard: Shard | None, rank: int, fused: Fused
+) -> None:
+    """Append what rank `rank` of the shard's axis has of tensor `name` to the buffer of that
+    name.
+    """
+    if name not in fused:
+        owned.add(name, shard_box(name, shape, shard, rank), name)
+        return
+    count = len(fused[name]) // shape[0]
+    first, end = (0, shape[0]) if shard is None else shard.edges[rank : rank + 2]
+    for part, part_shape in fused[name][first * count : end * count]:
+        owned.add(part, matrix(part_shape), name)
+
+
 def shard_box(name: str, shape: tuple[int, ...], shard: Shard | None, rank: int) -> Box:
-    """The box of tensor `name` that tensor-parallel rank `rank` has; `shard` None: all of it.
-    Raises `ValueError` for a split tensor of more than two dimensions.
+    """The box of tensor `name` that rank `rank` of the shard's axis has; `shard` None: all of it.
+    Raises `ValueError` for a tensor of more than two dimensions that is split along another than
+    the first.
     """
     box = matrix(shape)
     if shard is None:
         return box
-    if shard.dim > 1 or len(shape) > 2:
+    if shard.dim > 1 or (shard.dim == 1 and len(shape) > 2):
         raise ValueError(
             f"{name} {shape} is cut along dimension {shard.dim}, which no reshard plan can describe"
         )

@@ -1,0 +1,185 @@
+"""Mixtures of experts: transformers' hook for the experts of a layer, and its routers in float32.
+
+    router   hidden states [T, H]  ->  K experts of each token, and their weights [T, K]
+    experts  each token to its experts, on whatever rank they are; the weighted sum [T, H]
+
+To support another router, add its class to `ROUTERS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from megarl.kernels.experts import expert_linear
+from megarl.kernels.linear import accumulator
+from megarl.parallel.collectives import sum_gradient, sum_values
+from megarl.parallel.experts import TokenRoute
+from megarl.parallel.mesh import Axis, ProcessMesh
+from megarl.parallel.tensor import Shard, parameter
+
+EXPERTS = "megarl_experts"
+COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""Settings of config.json that are above 0 for a mixture of experts."""
+
+Routing = tuple[torch.Tensor, torch.Tensor]
+"""(weights [T, K], experts [T, K])"""
+
+
+def num_experts(config: transformers.PretrainedConfig) -> int:
+    """Routed experts of a layer; 0 for a dense model."""
+    text = config.get_text_config()
+    return max(getattr(text, name, 0) or 0 for name in COUNTS)
+
+
+def softmax_first(router: Any, logits: torch.Tensor, chosen: torch.Tensor | None) -> Routing:
+    """Weights are the probabilities over all experts (Qwen3, OLMoE), or their shares (Mixtral)."""
+    weights = logits.softmax(-1)
+    index = weights.topk(router.top_k, -1).indices if chosen is None else chosen
+    weights = weights.gather(1, index)
+    if getattr(router, "norm_topk_prob", True):
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights, index
+
+
+def softmax_of_chosen(router: Any, logits: torch.Tensor, chosen: torch.Tensor | None) -> Routing:
+    """Weights are the softmax over the K chosen logits (gpt-oss)."""
+    index = logits.topk(router.top_k, -1).indices if chosen is None else chosen
+    return logits.gather(1, index).softmax(-1), index
+
+
+def sigmoid_by_groups(router: Any, logits: torch.Tensor, chosen: torch.Tensor | None) -> Routing:
+    """DeepSeek-V3 (arXiv:2412.19437): experts of the best groups by score plus a bias, which the
+    weights do not have.
+    """
+    scores = logits.sigmoid()
+    if chosen is None:
+        biased = (scores + router.e_score_correction_bias).view(len(scores), router.num_group, -1)
+        groups = biased.topk(2, -1).values.sum(-1).topk(router.topk_group, -1).indices
+        is_left = torch.zeros_like(biased[..., 0], dtype=torch.bool).scatter(1, groups, True)
+        biased = biased.masked_fill(~is_left[..., None], -torch.inf).view_as(scores)
+        chosen = biased.topk(router.top_k, -1).indices
+    weights = scores.gather(1, chosen)
+    if router.norm_topk_prob:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * router.routed_scaling_factor, chosen
+
+
+ROUTERS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor | None], Routing]] = {
+    "Qwen3MoeTopKRouter": softmax_first,
+    "OlmoeTopKRouter": softmax_first,
+    "MixtralTopKRouter": softmax_first,
+    "GptOssTopKRouter": softmax_of_chosen,
+    "Glm4MoeTopkRouter": sigmoid_by_groups,
+}
+"""{class in transformers: (router, logits [T, E] float32, experts [T, K] or None to choose them) ->
+weights and experts}"""
+
+
+def _route(
+    router: Any, formula: Callable[..., Routing], hidden: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(logits [T, E], weights [T, K], experts [T, K]); all float32, whatever the model's dtype: in
+    16 bit, near ties would be decided otherwise than in the engine.
+    """
+    dtype = accumulator(hidden.dtype)
+    bias = getattr(router, "bias", None)
+    logits = F.linear(
+        hidden.reshape(-1, hidden.shape[-1]).to(dtype),
+        router.weight.to(dtype),
+        bias if bias is None else bias.to(dtype),
+    )
+    return logits, *formula(router, logits, None)
+
+
+@dataclass(frozen=True)
+class ExpertRanks:
+    """Where the experts of each layer are."""
+
+    num_experts: int
+    expert: Axis
+    experts: Axis
+    tensor: Axis
+
+
+def _experts(
+    layer: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """The weighted sum [T, H] of each token's experts. With transformers' signature. Collective
+    over the expert and tensor axes.
+    """
+    if hidden.is_meta:  # a trial of the model's attention
+        return hidden
+    ranks: ExpertRanks = layer.ranks
+    hidden, weights = sum_gradient(hidden, ranks.tensor), sum_gradient(weights, ranks.tensor)
+    route = TokenRoute.of(index, ranks.num_experts, ranks.expert, ranks.experts)
+    rows = route.send(hidden)
+    rows = layer._apply_gate(_linear(layer, "gate_up_proj", rows, route.counts))
+    rows = _linear(layer, "down_proj", rows, route.counts)
+    parts = route.back(rows, len(hidden))
+    out = (parts * weights[..., None]).sum(1).to(hidden.dtype)
+    return sum_values(out, ranks.tensor)
+
+
+def _linear(layer: Any, name: str, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    weight = getattr(layer, name)
+    if layer.is_transposed:
+        weight = weight.transpose(-2, -1)
+    return expert_linear(rows, weight, counts, getattr(layer, f"{name}_bias", None))
+
+
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)
+
+
+def expert_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """{name: module with the fused weights of a layer's experts}"""
+    return {
+        name: module for name, module in model.named_modules() if hasattr(module, "is_transposed")
+    }
+
+
+def refuse_experts(model: PreTrainedModel) -> None:
+    """Raise `ValueError` for a mixture of experts whose router or experts this code does not
+    know.
+    """
+    count, layers = num_experts(model.config), expert_layers(model)
+    routers = [m for m in model.modules() if type(m).__name__.lower().endswith("router")]
+    unknown = sorted({type(m).__name__ for m in routers} - set(ROUTERS))
+    if unknown or (count and (not layers or len(layers) != len(routers))):
+        names = ", ".join(unknown) or "experts without transformers' hook"
+        raise ValueError(
+            f"model type {model.config.model_type} is a mixture of experts with {names}, which"
+            f" training does not support (known: {', '.join(ROUTERS)}); choose another model"
+        )
+
+
+def shard_experts(model: PreTrainedModel, mesh: ProcessMesh) -> dict[str, Shard]:
+    """Divide the experts of each layer over the ranks of `mesh.experts`, in place, on any device,
+    and compute routers in float32. Returns {parameter: how it is split}. Raises `ValueError` if the
+    ranks do not divide the experts.
+    """
+    shards, size, count = dict[str, Shard](), mesh.experts.size, num_experts(model.config)
+    for module in model.modules():
+        if formula := ROUTERS.get(type(module).__name__):
+            module.forward = partial(_route, module, formula)
+    for owner, layer in expert_layers(model).items():
+        layer.ranks = ExpertRanks(count, mesh.expert, mesh.experts, mesh.tensor)  # type: ignore
+        if count % size:
+            raise ValueError(
+                f"training.layout.expert x tensor is {size}, which does not divide the {count}"
+                " experts of a layer; set it to a divisor"
+            )
+        for name, whole in list(layer.named_parameters()) if size > 1 else ():
+            shard = Shard.even(0, count, size, axis="experts")
+            shards[f"{owner}.{name}"] = shard
+            setattr(layer, name, parameter(shard.take(whole.detach(), mesh.experts.rank), whole))
+    return shards
