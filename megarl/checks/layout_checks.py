@@ -29,6 +29,7 @@ from megarl.settings.training import (
 )
 from megarl.trainer.attention import prove_attention, refuse_unsupported
 from megarl.trainer.autotp import refuse_autotp, refuse_cut_parameters
+from megarl.trainer.experts import refuse_expert_layout
 from megarl.trainer.heads import HeadName
 from megarl.trainer.loading import check_weights, empty_model
 from megarl.trainer.logits import logit_transform, refuse_transform
@@ -78,6 +79,7 @@ def check_cut(
     """
     tensor, is_autotp = training.layout.tensor, training.tensor_backend == "autotp"
     (refuse_autotp if is_autotp else refuse_tensor)(hf, tensor)
+    refuse_expert_layout(hf, training.layout.expert, tensor, is_autotp=is_autotp)
     empty = empty_model(config)
     prove_attention(empty)
     if is_autotp:

@@ -8,7 +8,7 @@ To support another router, add its class to `ROUTERS`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from megarl.parallel.collectives import sum_gradient, sum_values
 from megarl.parallel.experts import TokenRoute
 from megarl.parallel.mesh import Axis, ProcessMesh
 from megarl.parallel.tensor import Shard, parameter
+from megarl.settings.schema import require
 
 EXPERTS = "megarl_experts"
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -85,8 +86,18 @@ ROUTERS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor | None], Routing]] 
 weights and experts}"""
 
 
+@dataclass
+class Routers:
+    """What the routers of a model share during a pass, also when a layer is computed again."""
+
+    chosen: Sequence[torch.Tensor] | None = None
+    """By layer of experts, [T, K] int64: the experts that each token goes to; None: those that the
+    router chooses.
+    """
+
+
 def _route(
-    router: Any, formula: Callable[..., Routing], hidden: torch.Tensor
+    router: Any, formula: Callable[..., Routing], layer: int, shared: Routers, hidden: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(logits [T, E], weights [T, K], experts [T, K]); all float32, whatever the model's dtype: in
     16 bit, near ties would be decided otherwise than in the engine.
@@ -98,7 +109,7 @@ def _route(
         router.weight.to(dtype),
         bias if bias is None else bias.to(dtype),
     )
-    return logits, *formula(router, logits, None)
+    return logits, *formula(router, logits, shared.chosen[layer] if shared.chosen else None)
 
 
 @dataclass(frozen=True)
@@ -162,22 +173,42 @@ def refuse_experts(model: PreTrainedModel) -> None:
         )
 
 
-def shard_experts(model: PreTrainedModel, mesh: ProcessMesh) -> dict[str, Shard]:
+def refuse_expert_layout(
+    config: transformers.PretrainedConfig, expert: int, tensor: int, *, is_autotp: bool
+) -> None:
+    """Raise `ValueError`, with the setting to change, if a model's experts cannot be divided over
+    `expert` x `tensor` ranks.
+    """
+    count = num_experts(config)
+    if count == 0:
+        require(
+            expert == 1,
+            f"training.layout.expert is {expert}, but model type {config.model_type} has no"
+            " experts; leave it out",
+        )
+        return
+    require(
+        count % (expert * tensor) == 0,
+        f"training.layout.expert x tensor is {expert} x {tensor}, which does not divide the {count}"
+        " experts of a layer; set them to divisors",
+    )
+    require(
+        not is_autotp,
+        "training.tensor_backend is 'autotp', which does not divide experts; set it to 'plan'",
+    )
+
+
+def shard_experts(model: PreTrainedModel, mesh: ProcessMesh, routers: Routers) -> dict[str, Shard]:
     """Divide the experts of each layer over the ranks of `mesh.experts`, in place, on any device,
-    and compute routers in float32. Returns {parameter: how it is split}. Raises `ValueError` if the
-    ranks do not divide the experts.
+    and compute its routers in float32, as `routers` says. Returns {parameter: how it is split}.
     """
     shards, size, count = dict[str, Shard](), mesh.experts.size, num_experts(model.config)
-    for module in model.modules():
-        if formula := ROUTERS.get(type(module).__name__):
-            module.forward = partial(_route, module, formula)
+    known = [module for module in model.modules() if type(module).__name__ in ROUTERS]
+    for layer, router in enumerate(known):
+        formula = ROUTERS[type(router).__name__]
+        router.forward = partial(_route, router, formula, layer, routers)
     for owner, layer in expert_layers(model).items():
         layer.ranks = ExpertRanks(count, mesh.expert, mesh.experts, mesh.tensor)  # type: ignore
-        if count % size:
-            raise ValueError(
-                f"training.layout.expert x tensor is {size}, which does not divide the {count}"
-                " experts of a layer; set it to a divisor"
-            )
         for name, whole in list(layer.named_parameters()) if size > 1 else ():
             shard = Shard.even(0, count, size, axis="experts")
             shards[f"{owner}.{name}"] = shard

@@ -78,6 +78,7 @@ def empty_model(config: ModelConfig) -> PreTrainedModel:
                 raise
             # Falcon, GPT-J, GPT-Neo have a class of layers for each of a few names.
             raise ValueError("training cannot take the place of its attention") from None
+    refuse_experts(model)
     model.name_or_path = config.path
     return model
 
@@ -103,7 +104,6 @@ def open_weights(
     """
     whole = empty_model(config)
     refuse_unsupported(whole.config)
-    refuse_experts(whole)
     if head not in SCORING:
         refuse_head(whole)
     if not config.from_scratch:

@@ -25,7 +25,7 @@ from megarl.parallel.tensor import whole_shapes
 from megarl.settings.training import TrainingConfig
 from megarl.trainer.attention import Attend, layer_windows
 from megarl.trainer.autotp import shard_with_autotp
-from megarl.trainer.experts import shard_experts
+from megarl.trainer.experts import Routers, shard_experts
 from megarl.trainer.heads import (
     HeadName,
     LogProbHead,
@@ -86,7 +86,9 @@ class RoleModel(nn.Module):
         if training.tensor_backend == "autotp":
             self.shards = shard_with_autotp(model, mesh)
         else:
-            self.shards = shard_model(model, mesh.tensor) | shard_experts(model, mesh)
+            self.shards = shard_model(model, mesh.tensor)
+        self.routers = Routers()
+        self.shards |= shard_experts(model, mesh, self.routers)
         """Of the parameters of `model` of which this rank holds a part."""
         self.fused = fused_tensors(model)
         """The published tensors of which parameters of `model` are made."""

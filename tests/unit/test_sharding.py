@@ -105,7 +105,7 @@ def test_what_does_not_divide_is_refused(changes: dict[str, int], tensor: int, s
 
 def test_a_style_we_do_not_know_is_refused_by_name() -> None:
     config = small()
-    plan = {"layers.*.self_attn.q_proj": "colwise", "layers.*.mlp.experts": "moe_tp_experts"}
+    plan = {"layers.*.self_attn.q_proj": "colwise", "layers.*.mlp": "moe_tp_experts"}
     config.base_model_tp_plan = plan
     with pytest.raises(ValueError, match="moe_tp_experts"):
         refuse_tensor(config, 2)
@@ -157,7 +157,7 @@ REFUSED: dict[str, tuple[transformers.PreTrainedConfig, int, str]] = {
         transformers.GPTJConfig(vocab_size=41, n_embd=32, n_layer=2, n_head=4), 1, "gptj"),
     "experts by another name": (
         transformers.AriaTextConfig(**SMALL, moe_num_experts=2), 1,
-        "aria_text uses mixture of experts"),
+        "aria_text is a mixture of experts"),
     "values narrower than keys": (
         transformers.YoutuConfig(**SMALL | LATENT), 1,
         "youtu has values of width 8 and keys of width 16 .*latent"),
