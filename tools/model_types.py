@@ -33,8 +33,8 @@ from megarl.trainer.model import RoleModel
 from megarl.trainer.model_config import load_model_config
 from megarl.trainer.packing import pack_shared
 from megarl.trainer.sharding import refuse_tensor, shard_model
-from megarl.trainer.weights import exported_names
 from megarl.types import Samples
+from megarl.weights.published import exported_names
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference_models.md"
 MOST_WEIGHTS = 5_000_000

@@ -313,7 +313,7 @@ class Checkpoints:
         assert self.engine is not None
         module, mesh, names = self.engine.module, self.mesh, self.names
         shapes, stage = module.shapes(), self.engine.config.zero_stage
-        owned = training_owned(shapes, module.shards, mesh.layout, stage)
+        owned = training_owned(shapes, module.shards, mesh.layout, stage, module.fused)
         for rank in owned:  # the buffers keep their names
             rank.pieces = [p._replace(tensor=names.get(p.tensor, p.tensor)) for p in rank.pieces]
         shapes = {names.get(name, name): shape for name, shape in shapes.items()}

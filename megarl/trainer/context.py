@@ -51,8 +51,9 @@ from megarl.trainer.loading import generation_config
 from megarl.trainer.precision import refuse_different, slow_line
 from megarl.trainer.role_placement import RolePlace, reference_adapter, role_training
 from megarl.trainer.threads import trainer_threads
-from megarl.trainer.weights import base_digest, exported_names
+from megarl.trainer.weights import base_digest
 from megarl.weights.parameters import ParameterSpec
+from megarl.weights.published import exported_names
 
 if TYPE_CHECKING:
     from megarl.trainer.heads import HeadName

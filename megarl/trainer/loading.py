@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +158,17 @@ class Part:
         owned, shard = Owned(), self.shards.get(name)
         rank = shard.of(self.mesh).rank if shard and self.mesh else 0
         add_part(owned, name, shape, shard, rank, self.fused)
-        return owned
+        if not self.is_sliced or self.mesh is None:
+            return owned
+        axis = replicas(shard, self.mesh)
+        return owned.slice({name: (axis.rank, axis.size)})
+
+    def size(self, name: str, shape: tuple[int, ...]) -> int:
+        """Elements of the flat part, with the padding of a slice."""
+        whole = replace(self, is_sliced=False).owned(name, shape).sizes[name]
+        if not self.is_sliced or self.mesh is None:
+            return whole
+        return -(-whole // replicas(self.shards.get(name), self.mesh).size)
 
     def read(
         self,
@@ -170,13 +180,7 @@ class Part:
         device: torch.device,
     ) -> torch.Tensor:
         """This rank's part of a tensor, flat; a slice is padded with zeros to the longest."""
-        owned = self.owned(name, shape)
-        size = owned.sizes[name]
-        if self.is_sliced:
-            assert self.mesh is not None
-            axis = replicas(self.shards.get(name), self.mesh)
-            size = -(-size // axis.size)
-            owned = owned.slice(lambda _: (axis.rank, axis.size))
+        owned, size = self.owned(name, shape), self.size(name, shape)
         part, shapes = torch.zeros(size, dtype=dtype, device=device), dict(self.fused.get(name, ()))
         for piece in owned.pieces:
             box, whole = piece.box, matrix(shapes.get(piece.tensor, shape))

@@ -39,7 +39,7 @@ from megarl.trainer.lora import Adapters, add_adapters, is_adapter
 from megarl.trainer.norms import use_torch_norms
 from megarl.trainer.sharding import head_shard, shard_model
 from megarl.types import MicroBatch
-from megarl.weights.fused import fused_tensors
+from megarl.weights.published import fused_tensors, kept_buffers, published
 
 
 class Linear(nn.Linear):
@@ -114,8 +114,9 @@ class RoleModel(nn.Module):
             self.adapters = add_adapters(model, self.shards, mesh.tensor, training.lora)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """{Hugging Face name: whole shape} of the weights, without LoRA adapters."""
-        whole = whole_shapes(self.model, self.shards)
+        """{published name: whole shape} of weights and kept buffers, without LoRA adapters."""
+        whole = published(whole_shapes(self.model, self.shards), self.fused)
+        whole |= {name: tuple(value.shape) for name, value in kept_buffers(self.model).items()}
         return {name: shape for name, shape in whole.items() if not is_adapter(name)}
 
     def share_trained(self) -> str:

@@ -107,14 +107,19 @@ class Role:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """{Hugging Face name: whole shape} of all weights without LoRA adapters."""
+        """{published name: whole shape} of all weights without LoRA adapters."""
         return self.engine.module.shapes()
 
     @property
     def shards(self) -> dict[str, Shard]:
-        """{parameter name: shard} of what tensor-parallel ranks split, without LoRA adapters."""
+        """{parameter name: shard} of what ranks split, without LoRA adapters."""
         shards = self.engine.module.shards
         return {name: shard for name, shard in shards.items() if not is_adapter(name)}
+
+    @property
+    def fused(self) -> dict[str, list[tuple[str, tuple[int, int]]]]:
+        """See `RoleModel.fused`."""
+        return self.engine.module.fused
 
     @property
     def windows(self) -> list[int | None]:
@@ -126,7 +131,7 @@ class Role:
         return self.training.zero_stage
 
     def owned(self) -> Mapping[str, torch.Tensor]:
-        """{Hugging Face name: flat tensor} of this rank's part of every weight, as
+        """{published name: flat tensor} of this rank's part of every weight, as
         `TrainEngine.owned`.
         """
         return self.engine.owned()

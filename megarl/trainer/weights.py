@@ -6,10 +6,10 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import huggingface_hub
 import torch
@@ -17,8 +17,6 @@ import xxhash
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from megarl.checkpoints.store import (
     INDEX,
@@ -29,7 +27,7 @@ from megarl.checkpoints.store import (
     refuse_untied,
     sampled_digest,
 )
-from megarl.weights.fused import fused_tensors, published
+from megarl.weights.published import fused_tensors, renamed, stored_shapes
 
 RECOMPUTED = "rotary_emb.inv_freq"
 """Suffix of a buffer that old checkpoints store and models recompute."""
@@ -177,51 +175,6 @@ def _stored_names(model: PreTrainedModel, store: Store, folder: Path) -> dict[st
     expected = {stored: shapes[name] for name, stored in names.items()}
     refuse_others(store, folder, expected, sorted(left_out))
     return names
-
-
-def renamed(model: PreTrainedModel, stored: Iterable[str], folder: Path) -> dict[str, str]:
-    """{name in the model: name among `stored`} where transformers renames at loading. Raises
-    `ValueError` for tensors that it joins or splits.
-    """
-    state: Any = stored_shapes(model)
-    stored, (renamings, converters), names = set(stored), _conversions(model), dict[str, str]()
-    for name in sorted(stored - set(state)):
-        new, _ = rename_source_key(name, renamings, [], model.base_model_prefix, state)
-        if new not in state and rename_source_key(name, renamings, converters)[1] is not None:
-            raise ValueError(
-                f"model type {model.config.model_type} of {folder} stores {name}, which"
-                " transformers joins with other tensors or splits at loading; training does not"
-                " support that, choose another model"
-            )
-        if new in state and new not in stored:
-            names[new] = name
-    return names
-
-
-def exported_names(model: PreTrainedModel) -> dict[str, str]:
-    """{name of a parameter: its name in a checkpoint} where transformers stores it under another
-    name, for readers of the published names.
-    """
-    renamings = reversed(_conversions(model)[0])
-    back: Any = [r.reverse_transform() for r in renamings if type(r) is WeightRenaming]
-    names = {
-        name: rename_source_key(name, back, [], reverse=True)[0] for name in stored_shapes(model)
-    }
-    stored = renamed(model, names.values(), Path(model.name_or_path or ""))
-    return {name: new for name, new in names.items() if stored.get(name) == new}
-
-
-def stored_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """{name: shape} of parameters and persistent buffers, with what fused ones are published as."""
-    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    return published(shapes, fused_tensors(model))
-
-
-def _conversions(model: PreTrainedModel) -> tuple[list[WeightRenaming], list[WeightConverter]]:
-    """What transformers does with tensors at loading: (renamings, joins and splits)."""
-    conversions = get_model_conversion_mapping(model)
-    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
-    return renamings, [c for c in conversions if isinstance(c, WeightConverter)]
 
 
 class RandomWeights:

@@ -12,6 +12,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from megarl.checkpoints.adapter_files import SCORE
 from megarl.checkpoints.rank_files import RankFiles
 from megarl.parallel.collectives import all_reduce, all_reduce_max
 from megarl.parallel.mesh import Axis, DeepSpeedView, ProcessMesh
+from megarl.parallel.reshard.owned import tensor_spans
 from megarl.parallel.tensor import replicas
 from megarl.settings.training import TrainingConfig
 from megarl.trainer import working_memory
@@ -31,12 +33,14 @@ from megarl.trainer.compilation import drop_stale_locks
 from megarl.trainer.expert_zero import expert_groups
 from megarl.trainer.gradient_sums import keep_on_device, sum_of
 from megarl.trainer.heads import SCORING
+from megarl.trainer.loading import Part
 from megarl.trainer.lora import MergedWeights, is_adapter
 from megarl.trainer.loss_scale import LossScale, fp16_settings
 from megarl.trainer.memory_lending import MemoryLending, free_cache, synchronize
 from megarl.trainer.model import RoleModel
 from megarl.trainer.optimizers import OPTIMIZERS, learning_rate
 from megarl.trainer.zero_state import TrainState
+from megarl.weights.published import kept_buffers
 
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 
@@ -341,9 +345,9 @@ class TrainEngine:
                 )
 
     def owned(self) -> Mapping[str, torch.Tensor]:
-        """{Hugging Face name: flat tensor} of this rank's part of every weight: its tensor-parallel
-        shard or, under ZeRO 3, its slice of that shard, of which the last may end in padding.
-        Collective.
+        """{published name: flat tensor} of this rank's part of every weight: its shard or, under
+        ZeRO 3, its slice of that shard, of which the last may end in padding. Tensors that a rank
+        has nothing of may be missing. Collective.
 
         The tensors are the model's own memory. With LoRA an adapted weight is merged each time it
         is asked for (`MergedWeights`); under ZeRO 3 this call gathers all A and B.
@@ -353,11 +357,29 @@ class TrainEngine:
             for name, parameter in self.module.model.named_parameters()
             if not is_adapter(name)
         }
+        for tensor, (name, start, end) in self._fused_spans.items():
+            owned[tensor] = owned[name][start:end]
+        owned = {name: part for name, part in owned.items() if name not in self.module.fused}
+        for name, buffer in kept_buffers(self.module.model).items():
+            axis, size = self.mesh.gradient, buffer.numel()
+            length = -(-size // axis.size) if self.config.zero_stage == 3 else size
+            first = axis.rank * length if length < size else 0
+            owned[name] = buffer.view(-1)[first : first + length]
         if self.module.adapters is None:
             return owned
         number = self.mesh.gradient.rank if self.config.zero_stage == 3 else None
         local = self.local_adapters()
         return MergedWeights(owned, local, self.module.adapters, slice_number=number)
+
+    @cached_property
+    def _fused_spans(self) -> dict[str, tuple[str, int, int]]:
+        """See `tensor_spans`."""
+        module = self.module
+        part = Part(module.shards, module.fused, self.mesh, self.config.zero_stage == 3)
+        spans = dict[str, tuple[str, int, int]]()
+        for name in module.fused:
+            spans |= tensor_spans(part.owned(name, ()), module.fused)
+        return spans
 
     def local_adapters(self) -> dict[str, torch.Tensor]:
         """{name: copy of this rank's tensor-parallel shard} of the LoRA adapters. Collective."""

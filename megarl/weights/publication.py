@@ -33,18 +33,21 @@ class SendsWeights(Protocol):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """{parameter name: shape of the whole parameter}."""
+        """{published tensor: whole shape}."""
         ...
 
     @property
     def shards(self) -> dict[str, Shard]:
-        """{parameter name: how tensor-parallel ranks split it}, without those that are not
-        split.
-        """
+        """{parameter: how ranks split it}, without those that are not split."""
+        ...
+
+    @property
+    def fused(self) -> dict[str, list[tuple[str, tuple[int, int]]]]:
+        """See `megarl.parallel.reshard.owned.Fused`."""
         ...
 
     def owned(self) -> Mapping[str, torch.Tensor]:
-        """{parameter name: flat tensor} of this rank's shard or, under ZeRO 3, its slice."""
+        """{tensor: flat part} of this rank's shard or, under ZeRO 3, its slice."""
         ...
 
     def logprobs(self, samples: Samples) -> torch.Tensor:

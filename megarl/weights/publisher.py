@@ -61,6 +61,7 @@ class Publisher(Publication[SendsWeights]):
             layout=mesh.layout,
             zero_stage=policy.zero_stage,
             shards=policy.shards,
+            fused=policy.fused,
             engines=num_engines,
             engine_tensor=engine_tensor,
             dtype=dtype,

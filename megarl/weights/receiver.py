@@ -86,7 +86,16 @@ class ReshardEngine(WeightTransferEngine):
         self._plain = self._find_plain()
 
     def _compare(self, sizes: dict[str, int]) -> None:
-        """Raise `ValueError` for the first parameter whose size differs. `sizes`: by the table."""
+        """Raise `ValueError` for the first parameter whose size differs, or that would be rounded.
+        `sizes`: by the table.
+        """
+        dtype = self._buckets.route.dtype
+        for name, value in self.model.named_parameters():
+            if value.dtype == torch.float32 != dtype:
+                raise ValueError(
+                    f"the engine's {name} is float32, and weights travel in {dtype}; set"
+                    " rollout.engine.dtype to 'float32'"
+                )
         in_table = {name: f"{size} elements" for name, size in sizes.items()}
         in_model = {}
         for path, layer in self.model.named_modules():
@@ -159,9 +168,16 @@ class ReshardEngine(WeightTransferEngine):
                 and value.is_contiguous()
                 for name, value in running.items()
             )
-            if alike and (path != "lm_head" or not self._is_tied()):
+            is_packed = self._packs_experts(layer) or (path == "lm_head" and self._is_tied())
+            if alike and not is_packed:
                 plain |= {f"{path}.{name}": value.data.view(-1) for name, value in running.items()}
         return plain
+
+    def _packs_experts(self, layer: torch.nn.Module) -> bool:
+        """Whether vLLM stores these experts in another order, though of the same shape."""
+        return self.device.type == "cpu" and hasattr(
+            getattr(layer, "quant_method", None), "moe_kernel"
+        )
 
     def _install(self, layer: torch.nn.Module, values: dict[str, torch.Tensor]) -> None:
         """Rebuild a module that vLLM repacks from {name: flat tensor}, as vLLM's layer-wise reload
@@ -195,6 +211,8 @@ class ReshardEngine(WeightTransferEngine):
     def _repack(self, layer: torch.nn.Module) -> None:
         method = getattr(layer, "quant_method", None)
         if method is not None and hasattr(method, "process_weights_after_loading"):
+            if self._packs_experts(layer):
+                method.moe_kernel = None  # with one, vLLM does not pack again
             method.process_weights_after_loading(layer)
 
     def finish_weight_update(self) -> None:

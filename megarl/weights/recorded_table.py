@@ -30,6 +30,7 @@ from megarl.parallel.reshard.boxes import Box, flat_boxes, matrix
 from megarl.system.files import canonical_json
 from megarl.system.process_env import engine_environment
 from megarl.weights.parameters import ParameterSpec, table_from_json, table_to_json
+from megarl.weights.published import exported_names, fused_tensors, kept_buffers, published
 
 WITHIN_S = 300.0
 """Seconds that recording may take; it takes about 15."""
@@ -161,14 +162,16 @@ def _refuse_changed(model: Any, places: Mapping[int, str]) -> None:
     """
     for name, module in model.named_modules():
         changes = hasattr(module, "process_weights_after_loading")
-        if changes and type(module).__name__ != "Attention":
+        # The receiver calls the method of a layer, `quant_method`, after each version.
+        is_called = type(module).__name__ == "Attention" or name.endswith(".quant_method")
+        if changes and not is_called:
             raise ValueError(f"vLLM changes {name or 'the model'} after loading")
     for name, value in model.state_dict().items():
         private = name.rpartition(".")[2].startswith("_")  # scales of a quantised cache
         if _storage(value) not in places and not private:
             raise ValueError(f"vLLM's {name} is loaded, and no parameter")
     dtypes = {parameter.dtype for parameter in model.parameters()}
-    if len(dtypes) > 1:
+    if len(dtypes - {torch.float32}) > 1:  # a router's bias is float32; `ReshardEngine._compare`
         raise ValueError(f"vLLM's parameters have several dtypes: {sorted(map(str, dtypes))}")
 
 
@@ -281,9 +284,12 @@ def record(path: str, tensor: int, folder: str) -> str:
     config = transformers.AutoConfig.from_pretrained(path)
     with torch.device("meta"):
         whole = transformers.AutoModelForCausalLM.from_config(config)
-    shapes = {name: tuple(row.shape) for name, row in whole.named_parameters()}
-    if buffers := {name for name, _ in whole.named_buffers()} & {*whole.state_dict()}:
-        raise ValueError(f"it has values that are no parameters: {', '.join(sorted(buffers))}")
+    named = dict(whole.named_parameters()) | kept_buffers(whole)
+    shapes = {name: tuple(value.shape) for name, value in named.items()}
+    shapes = published(shapes, fused_tensors(whole))
+    names = exported_names(whole)
+    stored = {names.get(name, name): shape for name, shape in shapes.items()}
+    back = dict(zip(stored, shapes, strict=True))
     with set_current_vllm_config(VllmConfig()):
         parallel_state.init_distributed_environment(1, 0, f"file://{folder}/meet", 0, "gloo")
         parallel_state.initialize_model_parallel()
@@ -297,7 +303,7 @@ def record(path: str, tensor: int, folder: str) -> str:
         settings = VllmConfig(model_config=model)
         with set_current_vllm_config(settings), torch.device("meta"):
             built: Any = model_class(vllm_config=settings)  # pyright: ignore[reportCallIssue]
-        ranks.append(rank_table(built, shapes))
+        ranks.append(rank_table(built, stored))
     table = []
     for rows in zip(*ranks, strict=True):
         first = rows[0]
@@ -305,7 +311,7 @@ def record(path: str, tensor: int, folder: str) -> str:
             raise ValueError(f"vLLM's ranks store {first['name']} in different places")
         table.append(
             ParameterSpec(
-                *(first["name"], shapes[first["name"]], first["engine"]),
+                *(back[first["name"]], stored[first["name"]], first["engine"]),
                 boxes=tuple(tuple(row["boxes"]) for row in rows),
                 zeros=tuple(row["zeros"] for row in rows),
             )

@@ -6,7 +6,7 @@ Only a `RouteSpec` is sent. From it and its own parameter table each process com
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -34,13 +34,15 @@ class RouteSpec:
     layout: Layout
     zero_stage: int
     shards: dict[str, Shard]
-    """{tensor: how the trainer's tensor-parallel ranks split it}."""
+    """{parameter: how the trainer's ranks split it}."""
     engines: int
     engine_tensor: int
     dtype: str
     bucket_bytes: int
     table: str
     """`table_fingerprint` of the trainer's table."""
+    fused: dict[str, list[tuple[str, tuple[int, int]]]] = field(default_factory=dict)
+    """The trainer's parameters that are made of several tensors; see `Fused`."""
     local: bool = False
     """Engine rank n, over all engines, shares memory with trainer rank n. Else all engines receive
     the same.
@@ -157,6 +159,7 @@ def training_parts(spec: RouteSpec, table: Sequence[ParameterSpec]) -> list[Owne
         spec.shards,
         spec.layout,
         spec.zero_stage,
+        spec.fused,
     )
 
 

@@ -8,7 +8,7 @@ sliced (ZeRO 3).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -103,14 +103,14 @@ class Owned:
             self.pieces.append(Piece(tensor, box, buffer, offset, box.columns))
         self.sizes[buffer] = offset + box.area
 
-    def slice(self, cut_of: Callable[[str], tuple[int, int]]) -> Owned:
-        """What a rank keeps under ZeRO 3. `cut_of(buffer)` is (part, parts): it has part number
+    def slice(self, cuts: Mapping[str, tuple[int, int]]) -> Owned:
+        """What a rank keeps under ZeRO 3. `cuts`: {buffer: (part, parts)}: it has part number
         `part` of ceil(size / parts) elements, fewer at the end, where DeepSpeed's padding is left
         out.
         """
         cut, lengths, firsts = Owned(), dict[str, int](), dict[str, int]()
         for buffer, size in self.sizes.items():
-            part, parts = cut_of(buffer)
+            part, parts = cuts[buffer]
             lengths[buffer] = -(-size // parts)
             firsts[buffer] = part * lengths[buffer]
             cut.sizes[buffer] = max(0, min(size - firsts[buffer], lengths[buffer]))

@@ -24,47 +24,75 @@ def training_owned(
     zero_stage: int,
     fused: Fused | None = None,
 ) -> list[Owned]:
-    """By rank, the boxes in its flat buffers: one for each tensor of `shapes`, of the same name.
+    """By rank, the boxes in its flat buffers: one for each tensor, of the same name.
 
-    `shapes`: {tensor: whole shape}. `shards`: how ranks split tensors; others are whole.
-    `zero_stage` 3 slices each buffer over the ranks that share it. `fused`: the boxes of such a
-    buffer are of the published tensors. Raises as `shard_box`.
+    `shapes`: {published tensor: whole shape}. `shards`: {parameter: how ranks split it}; others are
+    whole. `fused`: the parameters that are made of several tensors. `zero_stage` 3 slices each
+    parameter over the ranks that share it. Raises as `shard_box`.
     """
-    by_experts = {name for name in shapes if name in shards and shards[name].axis == "experts"}
+    fused = fused or {}
+    fused_of = {tensor: name for name, parts in fused.items() for tensor, _ in parts}
+    names = dict.fromkeys(fused_of.get(tensor, tensor) for tensor in shapes)
+    by_experts = {name for name in names if name in shards and shards[name].axis == "experts"}
     wholes, parts = dict[int, Owned](), []
     for rank in range(layout.size):
         replica, tensor = divmod(rank, layout.tensor)
         number = rank % (layout.expert * layout.tensor)  # on the axis `experts`
         if number not in wholes:
-            wholes[number] = owned = Owned()
-            for name, shape in shapes.items():
+            wholes[number] = Owned()
+            for name in names:
                 index = number if name in by_experts else tensor
-                add_part(owned, name, shape, shards.get(name), index, fused or {})
+                shape = shapes.get(name, ())
+                add_part(wholes[number], name, shape, shards.get(name), index, fused)
+        dense = replica, layout.replicas
         expert = replica // layout.expert, layout.replicas // layout.expert
-
-        def cut_of(
-            name: str, dense: tuple[int, int] = (replica, layout.replicas), expert=expert
-        ) -> tuple[int, int]:
-            return expert if name in by_experts else dense
-
-        is_cut = zero_stage == 3 and layout.replicas > 1
-        parts.append(wholes[number].slice(cut_of) if is_cut else wholes[number])
+        owned = wholes[number]
+        if zero_stage == 3 and layout.replicas > 1:
+            owned = owned.slice({name: expert if name in by_experts else dense for name in names})
+        parts.append(_by_tensor(owned, fused))
     return parts
 
 
 def add_part(
     owned: Owned, name: str, shape: tuple[int, ...], shard: Shard | None, rank: int, fused: Fused
 ) -> None:
-    """Append what rank `rank` of the shard's axis has of tensor `name` to the buffer of that
+    """Append what rank `rank` of the shard's axis has of parameter `name` to the buffer of that
     name.
     """
     if name not in fused:
         owned.add(name, shard_box(name, shape, shard, rank), name)
         return
-    count = len(fused[name]) // shape[0]
-    first, end = (0, shape[0]) if shard is None else shard.edges[rank : rank + 2]
-    for part, part_shape in fused[name][first * count : end * count]:
-        owned.add(part, matrix(part_shape), name)
+    parts = fused[name]
+    if shard is not None:
+        count = len(parts) // shard.whole
+        parts = parts[shard.edges[rank] * count : shard.edges[rank + 1] * count]
+    for tensor, tensor_shape in parts:
+        owned.add(tensor, matrix(tensor_shape), name)
+
+
+def tensor_spans(owned: Owned, fused: Fused) -> dict[str, tuple[str, int, int]]:
+    """{published tensor: (fused buffer, start, end)} of what a rank has in its fused buffers."""
+    spans = dict[str, tuple[str, int, int]]()
+    for piece in owned.pieces:
+        if piece.buffer in fused:
+            start = spans[piece.tensor][1] if piece.tensor in spans else piece.offset
+            spans[piece.tensor] = piece.buffer, start, piece.end
+    return spans
+
+
+def _by_tensor(owned: Owned, fused: Fused) -> Owned:
+    """The same with a buffer for each published tensor in place of the fused buffers."""
+    spans = tensor_spans(owned, fused)
+    if not spans:
+        return owned
+    sizes = {name: size for name, size in owned.sizes.items() if name not in fused}
+    pieces = [
+        piece._replace(buffer=piece.tensor, offset=piece.offset - spans[piece.tensor][1])
+        if piece.tensor in spans
+        else piece
+        for piece in owned.pieces
+    ]
+    return Owned(pieces, sizes | {name: end - start for name, (_, start, end) in spans.items()})
 
 
 def shard_box(name: str, shape: tuple[int, ...], shard: Shard | None, rank: int) -> Box:

@@ -16,6 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 from support.engine_ranks import whole_plan
+from support.mixtures import FAMILIES
 from support.ranks import run_ranks
 from support.tiny import VOCABULARY, groups, write_model
 
@@ -59,7 +60,10 @@ def publishes(folder: str, transports: list[str], zero_stage: int) -> list[dict[
         # Many buckets, and layers that are cut.
         stack.enter_context(patch.object(WeightSyncConfig, "bucket_bytes", 2**12))
         device = mesh_module.initialise(timeout_s=240)
-        mesh = stack.enter_context(ProcessMesh(Layout(data=2, tensor=2), timeout_s=240))
+        layout = Layout(data=2, tensor=2)
+        if config.model_type in MIXTURES:
+            layout = Layout(data=2, tensor=2, expert=2)
+        mesh = stack.enter_context(ProcessMesh(layout, timeout_s=240))
         engines: list[Any] = [None] * len(TOPOLOGIES)
         if mesh.rank == 0:
             cluster = stack.enter_context(
@@ -135,6 +139,16 @@ def publishes(folder: str, transports: list[str], zero_stage: int) -> list[dict[
     return found
 
 
+# vLLM's CPU build packs experts in 32 columns.
+WIDE: Any = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32, vocab_size=70)
+MIXTURES: dict[str, dict[str, Any]] = {
+    kind: dict(kind=kind, num_experts_per_tok=2, **WIDE | FAMILIES[kind] | {width: 64})
+    for kind, width in (
+        ("qwen3_moe", "moe_intermediate_size"),
+        ("glm4_moe", "moe_intermediate_size"),
+        ("mixtral", "intermediate_size"),
+    )
+}
 CASES = {
     "qwen2, tied": (
         dict(kind="qwen2", tied=True, biases=True),
@@ -153,11 +167,21 @@ CASES = {
         ["point_to_point", "shared_memory"],
         1,
     ),
+    "qwen3_moe": (MIXTURES["qwen3_moe"], ["shared_memory", "point_to_point"], 3),
+    "glm4_moe": (MIXTURES["glm4_moe"], ["point_to_point", "shared_memory"], 2),
+    "mixtral": (MIXTURES["mixtral"], ["shared_memory", "point_to_point"], 1),
 }
-TIED, UNTIED = CASES
+TIED, UNTIED, *MIXED = CASES
 
 
-@pytest.mark.parametrize("case", [TIED, pytest.param(UNTIED, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        TIED,
+        MIXED[0],
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in (UNTIED, *MIXED[1:])),
+    ],
+)
 def test_engines_compute_with_the_weights_of_every_version(case: str, tmp_path: Path) -> None:
     from transformers import AutoConfig
 
