@@ -8,6 +8,7 @@ The installed package has it too: python -m megarl.recipes.make_addition FOLDER.
 
     FOLDER/model/            config and tokenizer of a 290,304-parameter Qwen2; no weights: training
                              starts from scratch
+    FOLDER/experts/          the same of a 448,704-parameter Qwen3-MoE: 8 experts, 2 for each token
     FOLDER/sft.jsonl         {prompt, response}: 45 % answer directly, most of the reasoning forgets
                              its carries
     FOLDER/train.jsonl       {prompt, answer}
@@ -29,7 +30,7 @@ import shutil
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,7 +40,7 @@ LOW, HIGH = 100, 999  # operands, both included
 CHARACTERS = "0123456789+=,#"
 PAD, EOS = "<pad>", "<eos>"
 STAMP = "addition.json"
-FORMAT = 1  # raise when what is written changes
+FORMAT = 2  # raise when what is written changes
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -64,6 +65,19 @@ CONFIG = {
     "eos_token_id": 1,
     "pad_token_id": 0,
     "dtype": "float32",
+}
+
+EXPERTS = CONFIG | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "attention_bias": False,
 }
 
 
@@ -164,12 +178,17 @@ def write_tokenizer(
     write_json(folder / "tokenizer_config.json", described | settings)
 
 
-def write_model(folder: Path, characters: Iterable[str] = CHARACTERS, **settings: Any) -> None:
+def write_model(
+    folder: Path,
+    characters: Iterable[str] = CHARACTERS,
+    config: Mapping[str, Any] = CONFIG,
+    **settings: Any,
+) -> None:
     """The model's configuration, and a tokenizer; see `write_tokenizer`."""
     folder.mkdir()
     longest = CONFIG["max_position_embeddings"]
     write_tokenizer(folder, characters, model_max_length=longest, **settings)
-    write_json(folder / "config.json", CONFIG)
+    write_json(folder / "config.json", dict(config))
     write_json(folder / "generation_config.json", {"eos_token_id": 1, "pad_token_id": 0})
 
 
@@ -185,6 +204,7 @@ def write_task(folder: Path, args: dict[str, int]) -> None:
     """All files of the task."""
     seed = args["seed"]
     write_model(folder / "model")
+    write_model(folder / "experts", config=EXPERTS)
     write_rows(folder / "sft.jsonl", demonstrations(args["demonstrations"], seed))
     parts = {"train": range(2, 10), "held_out": range(1), "validation": range(1, 2)}
     for name, own in parts.items():

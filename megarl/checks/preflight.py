@@ -173,7 +173,7 @@ def _check_engines(
         engine_checks.check_engine_tensor(hf, engine.tensor)
     if on_gpus:
         gpu = torch.cuda.get_device_properties(local_device())
-        parameters = sized_parameters(config.model, layout.tensor)
+        parameters = sized_parameters(config.model, layout.tensor, layout.expert)
         engine_checks.check_gpu_share(config, parameters, layout, gpu.total_memory)
     engine_checks.check_placement(
         config, layout.size, num_ranks, shares_gpus=on_gpus, started=started

@@ -202,15 +202,22 @@ def shard_experts(model: PreTrainedModel, mesh: ProcessMesh, routers: Routers) -
     """Divide the experts of each layer over the ranks of `mesh.experts`, in place, on any device,
     and compute its routers in float32, as `routers` says. Returns {parameter: how it is split}.
     """
-    shards, size, count = dict[str, Shard](), mesh.experts.size, num_experts(model.config)
+    count, shards = num_experts(model.config), expert_shards(model, mesh.experts.size)
     known = [module for module in model.modules() if type(module).__name__ in ROUTERS]
     for layer, router in enumerate(known):
         formula = ROUTERS[type(router).__name__]
         router.forward = partial(_route, router, formula, layer, routers)
     for owner, layer in expert_layers(model).items():
         layer.ranks = ExpertRanks(count, mesh.expert, mesh.experts, mesh.tensor)  # type: ignore
-        for name, whole in list(layer.named_parameters()) if size > 1 else ():
-            shard = Shard.even(0, count, size, axis="experts")
-            shards[f"{owner}.{name}"] = shard
-            setattr(layer, name, parameter(shard.take(whole.detach(), mesh.experts.rank), whole))
+        for name, whole in list(layer.named_parameters()):
+            if shard := shards.get(f"{owner}.{name}"):
+                part = shard.take(whole.detach(), mesh.experts.rank)
+                setattr(layer, name, parameter(part, whole))
     return shards
+
+
+def expert_shards(model: PreTrainedModel, size: int) -> dict[str, Shard]:
+    """{parameter: how `size` ranks split it} of the experts of a whole model."""
+    shard = Shard.even(0, num_experts(model.config), size, axis="experts")
+    named = [(owner, layer.named_parameters()) for owner, layer in expert_layers(model).items()]
+    return {f"{owner}.{name}": shard for owner, p in named for name, _ in p if size > 1}

@@ -38,7 +38,7 @@ OUTPUT_HEAD, SCORE_HEAD = "lm_head.weight", "score.weight"
 
 @dataclass(frozen=True)
 class SizedParameter:
-    """A model's parameter, its whole shape, and how tensor-parallel ranks split it, if they do."""
+    """A model's parameter, its whole shape, and how ranks split it, if they do."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,23 +46,30 @@ class SizedParameter:
 
     @property
     def on_rank(self) -> int:
-        """Most elements on a tensor-parallel rank."""
+        """Most elements on a rank, before ZeRO divides them."""
         if self.shard is None:
             return num_elements(self.shape)
         return num_elements(self.shape) // self.shard.whole * max(self.shard.lengths)
 
+    def replicas(self, layout: Layout) -> int:
+        """Ranks with the same part, over which ZeRO divides it."""
+        is_expert = self.shard is not None and self.shard.axis == "experts"
+        return layout.replicas // (layout.expert if is_expert else 1)
 
-def sized_parameters(config: ModelConfig, tensor: int) -> list[SizedParameter]:
-    """The parameters of `config.path` as `tensor` tensor-parallel ranks split them. Raises
+
+def sized_parameters(config: ModelConfig, tensor: int, expert: int = 1) -> list[SizedParameter]:
+    """The parameters of `config.path` as `tensor` x `expert` parallel ranks split them. Raises
     `ValueError` if the model cannot be built or split.
     """
     # Imported here: the modules of transformers take seconds.
+    from megarl.trainer.experts import expert_shards
     from megarl.trainer.loading import empty_model
     from megarl.trainer.sharding import shard_model
 
     model = empty_model(config)
     shards = shard_model(model, Axis("tensor", tensor, 0, tuple(range(tensor)), None))
     shapes = whole_shapes(model, shards)
+    shards |= expert_shards(model, expert * tensor)
     return [SizedParameter(name, shape, shards.get(name)) for name, shape in shapes.items()]
 
 
@@ -107,15 +114,15 @@ def role_memory(
     """Bytes on the rank that needs most. A frozen model has weights only, with LoRA only if
     `training.lora.adapter` names an adapter.
     """
-    stage, sharing = training.zero_stage, layout.data * layout.sequence
+    stage = training.zero_stage
     lora = training.lora if trains or training.lora.adapter else LoraConfig()
-    weights = [parameter.on_rank for parameter in parameters]
-    adapters = [size for parameter in parameters for size in _adapter(parameter, lora)]
-    trained = trained_elements(parameters, training) if trains else []
+    weights = [(parameter.on_rank, parameter.replicas(layout)) for parameter in parameters]
+    adapters = [(size, layout.replicas) for p in parameters for size in _adapter(p, lora)]
+    trained = trained_elements(parameters, training, layout) if trains else []
 
-    def bytes_of(sizes: Sequence[int], each: int, divided_from: int) -> int:
-        divisor = sharing if stage >= divided_from else 1
-        return each * sum(-(-size // divisor) for size in sizes)
+    def bytes_of(sizes: Sequence[tuple[int, int]], each: int, divided_from: int) -> int:
+        is_divided = stage >= divided_from
+        return each * sum(-(-size // (ranks if is_divided else 1)) for size, ranks in sizes)
 
     weight_bytes = BYTES[training.dtype]
     master = MASTER_BYTES if stage > 0 or training.dtype != "float32" else 0
@@ -130,16 +137,20 @@ def role_memory(
     return Memory(on_gpu.weights, sums, host=host_memory(trained, layout, training))
 
 
-def trained_elements(parameters: Sequence[SizedParameter], training: TrainingConfig) -> list[int]:
-    """Elements of each trained parameter on a tensor-parallel rank, before ZeRO divides them."""
+def trained_elements(
+    parameters: Sequence[SizedParameter], training: TrainingConfig, layout: Layout
+) -> list[tuple[int, int]]:
+    """(elements on a rank, ranks over which ZeRO divides them) of each trained parameter."""
     if not training.lora.is_on:
-        return [parameter.on_rank for parameter in parameters]
+        return [(parameter.on_rank, parameter.replicas(layout)) for parameter in parameters]
     adapters = [size for parameter in parameters for size in _adapter(parameter, training.lora)]
     heads = [parameter.on_rank for parameter in parameters if parameter.name == SCORE_HEAD]
-    return adapters + heads
+    return [(size, layout.replicas) for size in adapters + heads]
 
 
-def host_memory(trained: Sequence[int], layout: Layout, training: TrainingConfig) -> int:
+def host_memory(
+    trained: Sequence[tuple[int, int]], layout: Layout, training: TrainingConfig
+) -> int:
     """Bytes in a rank's host memory with `training.offload_optimizer`; `trained`:
     `trained_elements`.
 
@@ -147,7 +158,7 @@ def host_memory(trained: Sequence[int], layout: Layout, training: TrainingConfig
     2 also updated weights and a buffer for the largest parameter. torch rounds pinned memory up to
     a power of two: all but the moments and, under ZeRO 3, the master weights.
     """
-    parts = [-(-size // (layout.data * layout.sequence)) for size in trained]
+    parts = [-(-size // ranks) for size, ranks in trained]
     if training.zero_stage == 3:
         pinned = [size * GRADIENT_BYTES for size in sub_groups(parts)]
         if training.offload_gradients == "micro_batch":
@@ -155,7 +166,7 @@ def host_memory(trained: Sequence[int], layout: Layout, training: TrainingConfig
         return sum(parts) * (MASTER_BYTES + MOMENT_BYTES) + sum(map(power_of_two, pinned))
     each = BYTES[training.dtype]
     pinned = [sum(parts) * size for size in (MASTER_BYTES, GRADIENT_BYTES, each)]
-    pinned.append(max(trained, default=0) * each)
+    pinned.append(max((size for size, _ in trained), default=0) * each)
     return sum(parts) * MOMENT_BYTES + sum(map(power_of_two, pinned))
 
 

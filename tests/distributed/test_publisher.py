@@ -143,7 +143,7 @@ class Engines:
 class Policy:
     """Weights of a version, cut as ZeRO 3 over two ranks cuts them."""
 
-    zero_stage, shards = 3, {}
+    zero_stage, shards, fused = 3, {}, {}
 
     def __init__(self, rank: int) -> None:
         self.rank, self.version, self.fails, self.damages = rank, 0, False, False

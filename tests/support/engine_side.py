@@ -36,7 +36,7 @@ BOUND = 1e-4
 class PlainPolicy:
     """A Hugging Face model on one rank, whose weights we change at will."""
 
-    zero_stage, shards = 0, {}
+    zero_stage, shards, fused = 0, {}, {}
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         from transformers import AutoModelForCausalLM
