@@ -112,14 +112,16 @@ def _route(
     return logits, *formula(router, logits, shared.chosen[layer] if shared.chosen else None)
 
 
+ALONE = Axis("this rank", 1, 0, (0,), None)
+
+
 @dataclass(frozen=True)
 class ExpertRanks:
-    """Where the experts of each layer are."""
+    """Where the experts of each layer are; by default all here."""
 
-    num_experts: int
-    expert: Axis
-    experts: Axis
-    tensor: Axis
+    expert: Axis = ALONE
+    experts: Axis = ALONE
+    tensor: Axis = ALONE
 
 
 def _experts(
@@ -130,9 +132,9 @@ def _experts(
     """
     if hidden.is_meta:  # a trial of the model's attention
         return hidden
-    ranks: ExpertRanks = layer.ranks
+    ranks: ExpertRanks = getattr(layer, "ranks", ExpertRanks())
     hidden, weights = sum_gradient(hidden, ranks.tensor), sum_gradient(weights, ranks.tensor)
-    route = TokenRoute.of(index, ranks.num_experts, ranks.expert, ranks.experts)
+    route = TokenRoute.of(index, layer.num_experts, ranks.expert, ranks.experts)
     rows = route.send(hidden)
     rows = layer._apply_gate(_linear(layer, "gate_up_proj", rows, route.counts))
     rows = _linear(layer, "down_proj", rows, route.counts)
@@ -202,13 +204,13 @@ def shard_experts(model: PreTrainedModel, mesh: ProcessMesh, routers: Routers) -
     """Divide the experts of each layer over the ranks of `mesh.experts`, in place, on any device,
     and compute its routers in float32, as `routers` says. Returns {parameter: how it is split}.
     """
-    count, shards = num_experts(model.config), expert_shards(model, mesh.experts.size)
+    shards = expert_shards(model, mesh.experts.size)
     known = [module for module in model.modules() if type(module).__name__ in ROUTERS]
     for layer, router in enumerate(known):
         formula = ROUTERS[type(router).__name__]
         router.forward = partial(_route, router, formula, layer, routers)
     for owner, layer in expert_layers(model).items():
-        layer.ranks = ExpertRanks(count, mesh.expert, mesh.experts, mesh.tensor)  # type: ignore
+        layer.ranks = ExpertRanks(mesh.expert, mesh.experts, mesh.tensor)  # type: ignore
         for name, whole in list(layer.named_parameters()):
             if shard := shards.get(f"{owner}.{name}"):
                 part = shard.take(whole.detach(), mesh.experts.rank)

@@ -34,7 +34,8 @@ def fused_tensors(model: Any) -> dict[str, list[tuple[str, tuple[int, int]]]]:
     """`Fused` of a whole or sharded transformers model: by the model's names, before transformers'
     renamings.
     """
-    parameters = {name: tuple(value.shape) for name, value in model.named_parameters()}
+    named: Any = model.named_parameters()  # empty under ZeRO 3, which has their shape
+    parameters = {name: getattr(value, "ds_shape", value.shape) for name, value in named}
     config, fused = model.config.get_text_config(), {}
     for converter in get_model_conversion_mapping(model):
         if not _joins_experts(converter):
