@@ -23,7 +23,6 @@ from megarl.environments.scores import DETAIL_CHARACTERS, Outcome
 from megarl.environments.wire import (
     ROUTE,
     WITHIN,
-    BadMessage,
     read_answer,
     request_body,
     sample_json,
@@ -278,7 +277,7 @@ class RewardClient:
             raise self._refusal(reply.status, text, reply.headers.get("Retry-After", ""))
         try:
             return read_answer(text, len(samples), maps_scores=self._maps_scores)
-        except BadMessage as error:
+        except ValueError as error:
             why = f"gave an answer that {error}; see docs/reference_rewards.md for what it must be"
             raise _Refused(why) from None
 

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from megarl.errors import ActorUnreachable, EngineLost
+from megarl.errors import ActorUnreachable, ProcessLost
 from megarl.settings.rollout import RolloutConfig
 from megarl.types import Prompt, Segment
 
@@ -42,7 +42,7 @@ class EngineHandle(Protocol):
         stop: tuple[str, ...] = (),
     ) -> Segment:
         """The model segment that follows the prompt ([P] int32) and earlier `segments`. Raises
-        `EngineLost` if the engine is dead, `ActorUnreachable` if it may be alive.
+        `ProcessLost` if the engine is dead, `ActorUnreachable` if it may be alive.
         """
         ...
 
@@ -143,7 +143,7 @@ class EnginePool:
                 return answer
             except ActorUnreachable:
                 await asyncio.sleep(UNREACHABLE_S)
-            except EngineLost as lost:
+            except ProcessLost as lost:
                 self._lose(number, engine)
                 losses += 1
                 if losses == MOST_LOSSES:
