@@ -16,9 +16,6 @@ from collections.abc import Callable, Iterator
 from megarl.environments.isolation import call_libc
 
 SET_DEATH_SIGNAL, SET_SUBREAPER = 1, 36
-LOOK_AGAIN_S = 0.0005
-END_WITHIN_S = 1.5
-"""Seconds within which killed processes must have ended."""
 
 
 def oversee(parent: int, begin: Callable[[], object]) -> None:
@@ -62,7 +59,7 @@ def end_children(*, all_of_namespace: bool = False) -> None:
     a subreaper or as the first process of its PID namespace. Raises `TimeoutError` after 1.5
     seconds. `all_of_namespace`: kill all of this namespace but its first, in one system call.
     """
-    until = time.monotonic() + END_WITHIN_S
+    until = time.monotonic() + 1.5
     while time.monotonic() < until:
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
@@ -72,7 +69,7 @@ def end_children(*, all_of_namespace: bool = False) -> None:
         for process in (-1,) if all_of_namespace else descendants():
             with contextlib.suppress(OSError):
                 os.kill(process, signal.SIGKILL)
-        time.sleep(LOOK_AGAIN_S)
+        time.sleep(0.0005)
     raise TimeoutError("a program's processes did not end when they were killed")
 
 

@@ -56,13 +56,9 @@ from megarl.environments.worker import main
 main(int(sys.argv[2]))"""
 MOST_BYTES = 2**30
 """Longest reply."""
-START_WITHIN_S = 120.0  # a verifier of one's own may import much
 GRACE_S = 5.0
 """Seconds without a sign of life, beyond a call's time limit, until a process is killed."""
 LOOK_S = 0.5
-END_WITHIN_S = 1.0
-"""Seconds for a process to end once its socket is closed, and to read what it sent before."""
-DECODE_WITHIN_S = 60.0
 DECODE_TRIES = 3
 
 
@@ -116,8 +112,8 @@ class Worker:
         `within_s` seconds; None: two minutes, or a longer `environment.load_limit_s`.
         """
         config = self._config
-        # In a run the engines may start at the same time and take every core.
-        limit_s = max(START_WITHIN_S, config.load_limit_s) if within_s is None else within_s
+        # A verifier of one's own may import much, while the engines start and take every core.
+        limit_s = max(120.0, config.load_limit_s) if within_s is None else within_s
         code = config.session or ", ".join(config.tools.functions or named(config))
         verifier = f"{setting_of(config)} '{code}'"
         reply = await self.ask("load", config, codec, sources, limit_s=limit_s)
@@ -191,7 +187,8 @@ class Worker:
                 await asyncio.wait({reading, ended}, timeout=LOOK_S, return_when="FIRST_COMPLETED")
                 self._look(time.monotonic() - looked_at)
             if self.lost is None:
-                await asyncio.wait({reading, ended}, timeout=END_WITHIN_S)
+                # Its socket is closed: a second to end, and to read what it sent before.
+                await asyncio.wait({reading, ended}, timeout=1.0)
                 how = reading.result() if reading.done() else ""
                 how = how or self.how_it_ended() or "closed the channel that it replies through"
                 self.lose("error", how, by_itself=True)
@@ -324,7 +321,7 @@ class Workers:
         """The text of one response, [T]. Raises `RuntimeError` if three attempts fail."""
         reply: Reply = {}
         for _ in range(DECODE_TRIES):
-            call = self._anywhere("decode", token_ids, limit_s=DECODE_WITHIN_S)
+            call = self._anywhere("decode", token_ids, limit_s=60.0)
             reply = await self._shielded(call)
             if "text" in reply:
                 return reply["text"]

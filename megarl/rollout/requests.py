@@ -21,9 +21,6 @@ T = TypeVar("T")
 MOST_LOSSES = 5
 """Engines that one request may lose before it counts as the cause."""
 
-UNREACHABLE_S = 1.0
-"""Before a request is sent again to engines that could not be reached."""
-
 LOOKS = 20
 """Fraction of the deadline (1 / LOOKS) between two questions to a paused engine."""
 
@@ -142,7 +139,7 @@ class EnginePool:
                 refuse_older(answer, required, number)
                 return answer
             except ActorUnreachable:
-                await asyncio.sleep(UNREACHABLE_S)
+                await asyncio.sleep(1.0)  # and it is sent again
             except ProcessLost as lost:
                 self._lose(number, engine)
                 losses += 1

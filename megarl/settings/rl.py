@@ -181,9 +181,6 @@ def longest_request(config: RunConfig) -> int:
 
 CODE = (".py", ".sh")
 """Suffixes of files that are no data, where a pattern matches them."""
-TELL_S = 60.0
-"""Seconds by which rank 0 gives up before the ranks that wait for it, whose error would not name
-the engine."""
 
 
 def check_run_settings(config: RunConfig, longest: int) -> None:
@@ -227,11 +224,13 @@ def check_engines(config: RunConfig, longest: int) -> None:
     or be replaced, or for a step of an engine with fewer tokens than sequences.
     """
     start_s, wait_s = config.rollout.engine.start_timeout_s, config.training.collective_timeout_s
+    # Rank 0 gives up before the ranks that wait for it, whose error would not name the engine.
+    least_s = start_s + 60.0
     require(
-        wait_s >= start_s + TELL_S,
+        wait_s >= least_s,
         f"training.collective_timeout_s is {wait_s:g}, but the ranks wait for engines that may"
         f" take rollout.engine.start_timeout_s = {start_s:g}, and for rank 0 to say so; set the"
-        f" one to {start_s + TELL_S:g} or more, or lower the other",
+        f" one to {least_s:g} or more, or lower the other",
     )
     # Connecting, receiving, settling; or for rank 0 alone: loading adapters, probing with and
     # without them, admission.

@@ -80,11 +80,8 @@ class Engine:
         return Segment("model", count, None, self.spans, "stop")
 
 
-async def test_requests_of_a_lost_engine_go_to_another_with_their_seed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_requests_of_a_lost_engine_go_to_another_with_their_seed() -> None:
     """Or to the next one, where no engine lives; to the same one, where that was out of reach."""
-    monkeypatch.setattr("megarl.rollout.requests.UNREACHABLE_S", 0.01)
     away = ActorUnreachable("blip")
     engines = [Engine(ProcessLost("gone")), Engine(away, away)]
     pool, route = EnginePool(engines, RolloutConfig()), RequestRoute(0)

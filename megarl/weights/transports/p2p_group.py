@@ -130,7 +130,7 @@ def _nccl_group(store: Store, rank: int, size: int, device: torch.device) -> Any
     """Make a group and its communicator, in a thread; blocks until all ranks take part."""
     torch.cuda.set_device(device)  # the current device is per thread
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=NO_TIMEOUT_S)
+    options._timeout = timedelta(days=1)  # `watch` limits a message
     before = {name: os.environ.pop(name, None) for name in WATCHDOG_OFF}
     os.environ.update(WATCHDOG_OFF)
     try:
@@ -144,8 +144,8 @@ def _nccl_group(store: Store, rank: int, size: int, device: torch.device) -> Any
     return group
 
 
-NO_TIMEOUT_S, ABORT_TIMEOUT_S = 86400.0, 10.0
-"""Of a message, which `watch` limits instead; of NCCL's end of a communicator."""
+ABORT_TIMEOUT_S = 10.0
+"""Of NCCL's end of a communicator."""
 
 
 Peer = tuple[str, tuple[int, ...]]
@@ -178,7 +178,7 @@ class InFlight:
                 while self._on_gpu and not self._is_cancelled and not work.is_completed():
                     time.sleep(2e-4)
                 if not self._on_gpu:
-                    work.wait(timedelta(seconds=NO_TIMEOUT_S))
+                    work.wait(timedelta(days=1))
                 elif (error := work.exception()) is not None:  # NCCL's count as completed too
                     raise RuntimeError(str(error))
             except RuntimeError as error:
