@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from megarl.environments.isolation import call_libc
 
 SET_DEATH_SIGNAL, SET_SUBREAPER = 1, 36
+END_WITHIN_S = 1.5
+"""Seconds within which killed processes must have ended."""
 
 
 def oversee(parent: int, begin: Callable[[], object]) -> None:
@@ -59,7 +61,7 @@ def end_children(*, all_of_namespace: bool = False) -> None:
     a subreaper or as the first process of its PID namespace. Raises `TimeoutError` after 1.5
     seconds. `all_of_namespace`: kill all of this namespace but its first, in one system call.
     """
-    until = time.monotonic() + 1.5
+    until = time.monotonic() + END_WITHIN_S
     while time.monotonic() < until:
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
