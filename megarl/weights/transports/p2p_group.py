@@ -218,7 +218,9 @@ class P2PGroup:
         """{tag: transfer that nobody has waited for}."""
 
     def join(self, watch: Watch) -> None:
-        """Join the present attempt's group. Collective over the group. Raises `Aborted`."""
+        """Join the present attempt's group. Collective over the group. Raises `Aborted`, or
+        `ProcessLost` of a rank that has not come.
+        """
         meeting = self._meeting
         if meeting.group == self._number:
             return
@@ -228,12 +230,18 @@ class P2PGroup:
         meeting.until(lambda: meeting.store.check(everybody), watch, meeting.poll_s / 2)
         # A connection of its own: while a thread waits for a key, others cannot ask on it.
         store = PrefixStore(f"group/{meeting.group}", meeting.store.clone())  # pyright: ignore[reportAttributeAccessIssue]
+        # Trainer ranks give up first: they know which engine to replace.
+        limit_s = (2 if self._peers[self._rank][1] else 1) * CONNECT_TIMEOUT_S
         creating = in_thread(
             "weights: group",
-            lambda: _group(store, self._rank, len(everybody), meeting.host, self._device),
+            lambda: _group(store, self._rank, len(everybody), meeting.host, self._device, limit_s),
         )
         meeting.until(creating.done, watch)
-        self._group, self._number = creating.result(), meeting.group
+        try:
+            self._group, self._number = creating.result(), meeting.group
+        except dist.DistStoreError as error:  # "wait timeout ..., keys: /group/1/0/3": of rank 3
+            peer = self._peers[int(short(error).rpartition("/")[2])]
+            raise self._explained(_lost(peer, error)) from error
 
     def send(self, messages: Mapping[int, torch.Tensor], memory: torch.Tensor, tag: int) -> None:
         """Start to send {rank: flat tensor}, parts of `memory`, not to be changed until
@@ -283,14 +291,16 @@ class P2PGroup:
         return Aborted(GIVEN_UP) if self._meeting.is_aborted() else error
 
 
-def _group(store: Store, rank: int, size: int, host: str, device: torch.device) -> Any:
+def _group(
+    store: Store, rank: int, size: int, host: str, device: torch.device, limit_s: float
+) -> Any:
     """NCCL where `device` is a GPU, else gloo. Collective over the group. `host`: by the way to it
     gloo chooses its network interface.
     """
     if device.type == "cuda":
         return _nccl_group(store, rank, size, device)
     options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-    options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
+    options._timeout = timedelta(seconds=limit_s)
     name = os.environ.get("GLOO_SOCKET_IFNAME", "")
     # "lo" is for other groups, of the ranks of one host: these may be on several.
     by_name = name not in ("", "lo")
