@@ -22,7 +22,6 @@ from megarl.python.inputs import GivenObjects, Rows
 from megarl.python.process import GrowingFile, RunProcess, last_start
 from megarl.settings import config as configs
 from megarl.settings import presets, recipe_paths
-from megarl.settings.combinations import sources
 from megarl.settings.config import (
     AnyConfig,
     DistillConfig,
@@ -32,6 +31,7 @@ from megarl.settings.config import (
     SftConfig,
 )
 from megarl.settings.recipe_file import put
+from megarl.settings.rl import longest_request, sources
 from megarl.settings.schema import Config, leaves, require, shortened
 
 C = TypeVar("C", RunConfig, DistillConfig, SftConfig, PreferenceConfig, RewardModelConfig)
@@ -285,7 +285,7 @@ def _engine_settings(config: RunConfig) -> dict[str, object]:
     }
     # These say what ends a response.
     templates = {f"{row.template} {row.template_variables or ''}" for _, row in sources(config)}
-    tokens = configs.longest_request(config)
+    tokens = longest_request(config)
     return values | {
         "prompts.template": ", ".join(sorted(map(str.strip, templates))),
         "the most tokens of a sequence": tokens,

@@ -73,8 +73,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = start.run()
     except UserError as error:
         fail(str(error))
-    except console.Reported as reported:
-        code = reported.code
+    except SystemExit as shown:  # by `console`
+        code = shown.code if isinstance(shown.code, int) else 1
     except Exception:
         # Python's own shutdown may hang: a library's exit handler waits for a rank that is gone.
         traceback.print_exc()

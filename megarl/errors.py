@@ -13,27 +13,17 @@ class UserError(Exception):
 
 
 class ProcessLost(RuntimeError):
-    """A process of the run has died. One line says which and how to go on; no traceback is
-    shown.
-    """
-
-
-class ActorDied(ProcessLost):
-    """The actor died before it answered."""
-
-
-class ActorUnreachable(ActorDied):
-    """The actor may be alive, and may have received the call."""
-
-
-class EngineLost(RuntimeError):
-    """Engines died or stopped answering; new ones can take their places. `engines`: numbers, where
-    known.
+    """A process that the run needs is gone. One line says which and how to go on; no traceback is
+    shown. `engines`: numbers of the lost engines, where new ones can take their places.
     """
 
     def __init__(self, reason: str, engines: tuple[int, ...] = ()) -> None:
         super().__init__(reason)
         self.engines = engines
+
+
+class ActorUnreachable(ProcessLost):
+    """The actor may be alive, and may have received the call."""
 
 
 def disk_advice(error: BaseException | str) -> str:

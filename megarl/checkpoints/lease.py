@@ -18,10 +18,12 @@ import os
 import threading
 import time
 import uuid
+from concurrent.futures import wait
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megarl.system.console import say
+from megarl.system.files import in_thread
 from megarl.system.process_state import machine
 
 NAME = ".owner.json"
@@ -111,8 +113,7 @@ class Lease:
         self.claim, self.run_id, self.problem = claim, claim.run, claim.problem
         self._descriptor, self._record = descriptor, record
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
-        self._thread.start()
+        self._renewing = in_thread("lease", self._renew)
 
     def require(self) -> None:
         """Raise `OSError` if this run does not own its folder any more."""
@@ -137,7 +138,7 @@ class Lease:
         if self._ended.is_set():
             return
         self._ended.set()
-        self._thread.join(timeout=RENEW_S)
+        wait([self._renewing], RENEW_S)
         with contextlib.suppress(OSError):
             self._record = replace(self._record, state=ENDED)
             self._write()

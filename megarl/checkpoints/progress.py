@@ -13,6 +13,7 @@ import xxhash
 from megarl.checkpoints.adapter_files import written_for
 from megarl.checkpoints.listing import newest_first
 from megarl.checkpoints.manifest import OTHER_VERSION, damage
+from megarl.errors import UserError
 from megarl.parallel.layout import Layout
 from megarl.settings.training import TrainingConfig
 from megarl.system.console import say
@@ -20,10 +21,6 @@ from megarl.types import Cursor
 
 FORMAT = 3
 """Of checkpoints. Up to 2, `state/` had DeepSpeed's own files."""
-
-
-class NewerError(ValueError):
-    """A checkpoint is of a newer format than this version of megarl reads."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +86,7 @@ def write_progress(folder: Path, progress: Progress) -> Path:
 
 
 def read_progress(folder: Path) -> Progress:
-    """Raises `ValueError` for another format (`NewerError` for a newer one) or a missing field.
+    """Raises `ValueError` for another format (`UserError` for a newer one) or a missing field.
     Unknown fields are ignored, with a warning.
     """
     path = folder / "run.json"
@@ -98,7 +95,7 @@ def read_progress(folder: Path) -> Progress:
         raise ValueError(f"{path} holds no JSON object; name a checkpoint that is whole")
     written = content.pop("format", 0)
     if not isinstance(written, int) or written > FORMAT:
-        error = NewerError if isinstance(written, int) else ValueError
+        error = UserError if isinstance(written, int) else ValueError
         raise error(
             f"{path} is of format {written}, and this version of megarl reads formats up to"
             f" {FORMAT}; use the version that wrote it, or a newer one"
@@ -138,8 +135,8 @@ def choose(
     reference: str | None = None,
 ) -> Path | None:
     """The newest undamaged checkpoint in `folder` that this run can resume; None if there is none
-    at all. Others are skipped with a message. Raises `ValueError` if all were skipped, or one has a
-    newer format.
+    at all. Others are skipped with a message. Raises `ValueError` if all were skipped, `UserError`
+    if one has a newer format.
 
     Args:
         layout: `written_under` of this run.
@@ -152,11 +149,9 @@ def choose(
     """
 
     def unfit(path: Path) -> str:
-        """Why this run cannot resume a checkpoint. Raises `NewerError`."""
+        """Why this run cannot resume a checkpoint. Raises `UserError` for a newer format."""
         try:
             progress = read_progress(path)
-        except NewerError:
-            raise
         except (OSError, ValueError) as error:
             return str(error)
         if progress.model != model:

@@ -26,9 +26,9 @@ from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import local_device
 from megarl.parallel.tensor import whole_shapes
 from megarl.rollout.dispatch.policy_table import refusal
-from megarl.settings.combinations import sources, with_hidden
 from megarl.settings.config import AnyConfig, RunConfig, with_steps
 from megarl.settings.objectives import AlgorithmConfig
+from megarl.settings.rl import sources, with_hidden
 from megarl.settings.schema import is_own, replace, require
 from megarl.system import console
 from megarl.system.lookup import AGENTS, of_app

@@ -27,7 +27,7 @@ import zmq
 from ray.exceptions import ActorUnavailableError
 from zmq.utils.monitor import recv_monitor_message
 
-from megarl.errors import ActorUnreachable, EngineLost
+from megarl.errors import ActorUnreachable, ProcessLost
 from megarl.system.deaths import DEATHS, ENGINE_DEAD, why_dead
 from megarl.system.spans import Requests
 
@@ -73,9 +73,9 @@ class Failure:
     message: str
 
     def exception(self) -> Exception:
-        """`EngineLost` if a process of vLLM is dead, `ValueError`, or else `RuntimeError`."""
+        """`ProcessLost` if a process of vLLM is dead, `ValueError`, or else `RuntimeError`."""
         if self.class_name == ENGINE_DEAD:
-            return EngineLost("one of its processes died")
+            return ProcessLost("one of its processes died")
         if self.class_name == "ValueError":
             return ValueError(self.message)
         return RuntimeError(f"{self.class_name}: {self.message}")
@@ -192,7 +192,7 @@ class Remote:
     async def ask(self, request: Any) -> Any:
         """The result of the actor's `serve(request)`, which stops if the caller is cancelled.
 
-        Raises `EngineLost` if the actor is dead, `ActorUnreachable` if it may be alive, or what
+        Raises `ProcessLost` if the actor is dead, `ActorUnreachable` if it may be alive, or what
         `Failure` says.
         """
         loop = asyncio.get_running_loop()
@@ -238,7 +238,7 @@ class Remote:
         except ActorUnavailableError as found:
             error = ActorUnreachable(f"it could not be reached ({str(found).splitlines()[0]})")
         except DEATHS as found:
-            error = EngineLost(f"its process died ({why_dead(found)})")
+            error = ProcessLost(f"its process died ({why_dead(found)})")
         except Exception as found:
             error = RuntimeError(str(getattr(found, "cause", found)))
         del self.channel.hearers[self._route]

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from megarl.engines.pool import ActorHandle, CallOutcome, EngineStarts
-from megarl.errors import EngineLost
+from megarl.errors import ProcessLost
 from megarl.settings.rollout import ENGINE_STARTS
 from megarl.system.console import say
 from megarl.system.ray_calls import SERVICE_TIMEOUT_S, THE_SERVICE, ask
@@ -29,7 +29,7 @@ class EngineCall:
             self.result(timeout_s=0.0)
 
     def result(self, *, timeout_s: float) -> list[Any]:
-        """The members' answers. Raises `EngineLost` for engines that are dead, failed or late, and
+        """The members' answers. Raises `ProcessLost` for engines that are dead, failed or late, and
         `Aborted` if one only stopped because another process gave up.
         """
         outcomes: list[CallOutcome] = self._engines.answer(self._reference, timeout_s)
@@ -41,7 +41,7 @@ class EngineCall:
         if known and not lost:
             raise Aborted(GIVEN_UP)
         if lost := lost or dict.fromkeys(failed, late):
-            raise EngineLost("; ".join(dict.fromkeys(lost.values())), tuple(lost))
+            raise ProcessLost("; ".join(dict.fromkeys(lost.values())), tuple(lost))
         return [outcome.answer for outcome in outcomes]
 
     def settle(self, *, timeout_s: float) -> list[int]:
@@ -94,7 +94,7 @@ class EngineClient:
         return sum(node["Alive"] for node in ray.nodes()) == 1
 
     def connect(self, info: Callable[[int], dict[str, Any]], *, timeout_s: float) -> None:
-        """Raises `EngineLost` if an engine is dead or late, `RuntimeError` if a living one cannot
+        """Raises `ProcessLost` if an engine is dead or late, `RuntimeError` if a living one cannot
         receive.
         """
         infos = [(info(position),) for position in range(len(self.members))]
@@ -106,7 +106,7 @@ class EngineClient:
                 raise RuntimeError(f"engine {number} cannot take weights in: {outcome.problem}")
         lost = {n: outcome.problem for n, outcome in enumerate(outcomes) if outcome.problem}
         if lost:
-            raise EngineLost("; ".join(dict.fromkeys(lost.values())), tuple(lost))
+            raise ProcessLost("; ".join(dict.fromkeys(lost.values())), tuple(lost))
 
     def update(self, version: int, *, timeout_s: float) -> EngineCall:
         """Returns at once."""
@@ -123,7 +123,7 @@ class EngineClient:
     def score(
         self, token_ids: list[int], *, timeout_s: float, adapted: bool = True
     ) -> list[list[float]]:
-        """[engine][token] log-probs of `token_ids[1:]` at temperature 1. Raises `EngineLost`."""
+        """[engine][token] log-probs of `token_ids[1:]` at temperature 1. Raises `ProcessLost`."""
         asked = [(token_ids, adapted)] * len(self.members)
         return self._call("score", asked, timeout_s).result(timeout_s=timeout_s)
 

@@ -25,7 +25,7 @@ from ray.exceptions import ActorUnavailableError, OutOfMemoryError
 
 from megarl.engines.interface import Pulse
 from megarl.engines.remote import EngineActor
-from megarl.errors import ActorDied, ProcessLost
+from megarl.errors import ProcessLost
 from megarl.settings.rollout import ENGINE_STARTS
 from megarl.system.console import say
 from megarl.system.deaths import DEATHS, ENGINE_DEAD, why_dead
@@ -214,7 +214,7 @@ class EngineManager:
             started = engine.handle.start.remote()
             engine.processes = await await_answer(name, started, timeout_s, "starting", fix)
         except RuntimeError as error:
-            if not self._is_under_way and not isinstance(error, ActorDied):
+            if not self._is_under_way and not isinstance(error, ProcessLost):
                 raise
             return str(error)
         engine.state, engine.has_weights = "ready", self._starts.serves_at_once

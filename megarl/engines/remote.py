@@ -18,7 +18,7 @@ from megarl.engines.channel import Channel, ChannelActor, Remote
 from megarl.engines.interface import InferenceEngine, Pulse
 from megarl.engines.vllm_engine import Engine
 from megarl.environments.user_code import function_of
-from megarl.errors import ActorUnreachable, EngineLost
+from megarl.errors import ActorUnreachable, ProcessLost
 from megarl.settings.rollout import EngineConfig
 from megarl.system.deaths import DEATHS, why_dead
 from megarl.system.processes import Process, with_descendants
@@ -177,7 +177,7 @@ class RemoteEngine:
 
     async def paused_s(self, last_s: float) -> float:
         """0 if there is no answer within 10 seconds, since an engine that hangs is not paused.
-        Raises `EngineLost` if the engine is dead, `ActorUnreachable` if it may be alive.
+        Raises `ProcessLost` if the engine is dead, `ActorUnreachable` if it may be alive.
         """
         try:
             return await asyncio.wait_for(self.handle.paused_s.remote(last_s), timeout=10.0)
@@ -186,4 +186,4 @@ class RemoteEngine:
         except ActorUnavailableError as error:
             raise ActorUnreachable(str(error).splitlines()[0]) from error
         except DEATHS as error:
-            raise EngineLost(f"its process died ({why_dead(error)})") from error
+            raise ProcessLost(f"its process died ({why_dead(error)})") from error

@@ -15,8 +15,8 @@ import os
 import select
 import signal
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from multiprocessing import forkserver, shared_memory
 from multiprocessing.context import (
@@ -28,6 +28,7 @@ from multiprocessing.context import (
 from pathlib import Path
 from typing import Any
 
+from megarl.system.files import in_thread
 from megarl.system.private_folder import shared_name
 from megarl.system.quick_imports import quick_imports
 from megarl.system.spans import Recording
@@ -124,7 +125,7 @@ def run_in_environment(
         os.environ.update(environment)
     if recording is not None:
         recording[0].open(recording[1])
-    threading.Thread(target=end_with, args=(owner,), daemon=True).start()
+    in_thread("owner", partial(end_with, owner))
     name_shared_memory()
     target(**kwargs)
 

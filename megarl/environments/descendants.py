@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from megarl.environments.isolation import call_libc
 
 SET_DEATH_SIGNAL, SET_SUBREAPER = 1, 36
-LOOK_AGAIN_S = 0.0005
 END_WITHIN_S = 1.5
 """Seconds within which killed processes must have ended."""
 
@@ -72,7 +71,7 @@ def end_children(*, all_of_namespace: bool = False) -> None:
         for process in (-1,) if all_of_namespace else descendants():
             with contextlib.suppress(OSError):
                 os.kill(process, signal.SIGKILL)
-        time.sleep(LOOK_AGAIN_S)
+        time.sleep(0.0005)
     raise TimeoutError("a program's processes did not end when they were killed")
 
 

@@ -23,7 +23,6 @@ from megarl.environments.scores import DETAIL_CHARACTERS, Outcome
 from megarl.environments.wire import (
     ROUTE,
     WITHIN,
-    BadMessage,
     read_answer,
     request_body,
     sample_json,
@@ -56,9 +55,9 @@ Item = Waiting[bytes, Outcome]
 """A response, as JSON, that waits for its outcome."""
 
 
-@dataclass(eq=False)
-class _Refused(Exception):
-    """Raised for a request that failed."""
+@dataclass
+class Refusal:
+    """Why a request failed."""
 
     said: str
     """What the server did, as the rest of a sentence about it."""
@@ -184,44 +183,43 @@ class RewardClient:
         """
         config, attempt = self._config, 0
         while unscored := [item for item in batch if not item.result.done()]:
-            probes = self._open_since is not None
-            try:
-                if len(unscored) > 1 and sum(len(item.item) for item in unscored) > REQUEST_BYTES:
-                    raise _Refused("", too_large=True)
-                if not probes:
-                    attempt += 1
-                    await self._attempt(unscored, until)
-                    continue
+            probes, refusal = self._open_since is not None, None
+            if len(unscored) > 1 and sum(len(item.item) for item in unscored) > REQUEST_BYTES:
+                refusal = Refusal("", too_large=True)
+            elif not probes:
+                attempt += 1
+                refusal = await self._attempt(unscored, until)
+            else:
                 async with self._probing:
                     if self._open_since is not None:  # the probe before may have closed it
                         await asyncio.sleep(max(0.0, self._probe_at - time.monotonic()))
-                        await self._attempt(unscored, until)
-            except _Refused as refused:
-                for item in unscored:
-                    item.note = refused.said
-                if refused.too_large and len(unscored) > 1:
-                    half = len(unscored) // 2
-                    await self._deliver(unscored[:half], until)
-                    await self._deliver(unscored[half:], until)
-                elif not refused.again or (attempt >= config.attempts and not probes):
-                    tries = f" ({attempt} attempts)" if attempt > 1 else ""
-                    self._fail(unscored, f"{refused.said}{tries}", timed_out=refused.timed_out)
-                elif not probes:
-                    pause = min(config.backoff_s * 2 ** (attempt - 1), config.longest_backoff_s)
-                    await asyncio.sleep(max(pause * random.uniform(0.5, 1.0), refused.after_s))
+                        refusal = await self._attempt(unscored, until)
+            if refusal is None:
+                continue
+            for item in unscored:
+                item.note = refusal.said
+            if refusal.too_large and len(unscored) > 1:
+                half = len(unscored) // 2
+                await self._deliver(unscored[:half], until)
+                await self._deliver(unscored[half:], until)
+            elif not refusal.again or (attempt >= config.attempts and not probes):
+                tries = f" ({attempt} attempts)" if attempt > 1 else ""
+                self._fail(unscored, f"{refusal.said}{tries}", timed_out=refusal.timed_out)
+            elif not probes:
+                pause = min(config.backoff_s * 2 ** (attempt - 1), config.longest_backoff_s)
+                await asyncio.sleep(max(pause * random.uniform(0.5, 1.0), refusal.after_s))
 
-    async def _attempt(self, batch: Sequence[Item], until: float) -> None:
-        """Send a request and set the outcomes in its answer. Raises `_Refused`, also if the server
-        has not scored all in time. Opens or closes the circuit breaker.
+    async def _attempt(self, batch: Sequence[Item], until: float) -> Refusal | None:
+        """Send a request and set the outcomes in its answer. Returns what failed, also if the
+        server has not scored all in time. Opens or closes the circuit breaker.
         """
         failed = True
         try:
             limit_s = min(self._attempt_s, until - time.monotonic())
             outcomes = await self._post([item.item for item in batch], limit_s)
             failed = False
-        except _Refused as refused:
-            failed, self._last_words = refused.again, refused.said
-            raise
+            if isinstance(outcomes, Refusal):
+                failed, self._last_words = outcomes.again, outcomes.said
         finally:
             self._failures = self._failures + 1 if failed else 0
             if not failed:
@@ -234,16 +232,18 @@ class RewardClient:
                     f"the reward server {self.url} failed {self._failures} times in a row: it"
                     f" {self._last_words}; requests wait until it answers again"
                 )
+        if isinstance(outcomes, Refusal):
+            return outcomes
         for item, outcome in zip(batch, outcomes, strict=True):
             if outcome is not None:
                 self._answer(item, outcome)
-        if None in outcomes:
-            raise _Refused("had not scored it in time", again=True, timed_out=True)
+        late = Refusal("had not scored it in time", again=True, timed_out=True)
+        return late if None in outcomes else None
 
-    async def _post(self, samples: Sequence[bytes], limit_s: float) -> list[Outcome | None]:
-        """The outcomes of one request, None for samples that are not scored yet. Raises
-        `_Refused`.
-        """
+    async def _post(
+        self, samples: Sequence[bytes], limit_s: float
+    ) -> list[Outcome | None] | Refusal:
+        """The outcomes of one request, None for samples that are not scored yet."""
         import aiohttp
 
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
@@ -265,24 +265,24 @@ class RewardClient:
                 async for chunk in reply.content.iter_chunked(1 << 16):
                     body += chunk
                     if len(body) > most:
-                        raise _Refused(f"answered more than {most:,} bytes")
+                        return Refusal(f"answered more than {most:,} bytes")
         except TimeoutError:
             why = f"did not answer within {limit_s:.3g} s (environment.remote.attempt_limit_s)"
-            raise _Refused(why, again=True, timed_out=True) from None
+            return Refusal(why, again=True, timed_out=True)
         except (aiohttp.ClientError, OSError) as error:
             # Before it is shortened: a part of the token would not be found.
             why = shortened(self._without_token(f"{type(error).__name__}: {error}"), WORDS)
-            raise _Refused(f"cannot be reached: {why}", again=True) from None
+            return Refusal(f"cannot be reached: {why}", again=True)
         text = self._without_token(body.decode(errors="replace"))
         if reply.status != 200:
-            raise self._refusal(reply.status, text, reply.headers.get("Retry-After", ""))
+            return self._refusal(reply.status, text, reply.headers.get("Retry-After", ""))
         try:
             return read_answer(text, len(samples), maps_scores=self._maps_scores)
-        except BadMessage as error:
+        except ValueError as error:
             why = f"gave an answer that {error}; see docs/reference_rewards.md for what it must be"
-            raise _Refused(why) from None
+            return Refusal(why)
 
-    def _refusal(self, status: int, text: str, after: str) -> _Refused:
+    def _refusal(self, status: int, text: str, after: str) -> Refusal:
         """What an answer of another status than 200 stands for. `text`: its body. `after`: its
         header `Retry-After`.
         """
@@ -294,10 +294,10 @@ class RewardClient:
         reason = f"answered {status}" + (f": {words}" if words else "")
         if status == 429 or status >= 500:
             seconds = float(after) if after.isascii() and after.isdecimal() else 0.0
-            return _Refused(reason, again=True, after_s=seconds)
+            return Refusal(reason, again=True, after_s=seconds)
         advice = next((fix for codes, fix in ADVICE.items() if status in codes), "see its log")
         if status in (401, 403) and (variable := self._config.token_variable):
             advice = (
                 f"export {variable} (environment.remote.token_variable) with the server's own token"
             )
-        return _Refused(f"{reason}; {advice}", too_large=status == 413)
+        return Refusal(f"{reason}; {advice}", too_large=status == 413)

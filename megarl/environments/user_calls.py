@@ -23,10 +23,6 @@ from typing import Any
 import psutil
 
 
-class CallStopped(BaseException):
-    """Raised inside a user's function that exceeded its time limit, to end its thread."""
-
-
 class LimitExceeded(Exception):
     """Raised to the caller if a function exceeds its limit. `computed`: it used the time to compute
     (`COMPUTES`), not to wait.
@@ -148,7 +144,7 @@ class UserCalls:
             if not running.done():
                 thread.shutdown(wait=False)
                 for number in numbers[:1]:
-                    stopped = ctypes.c_ulong(number), ctypes.py_object(CallStopped)
+                    stopped = ctypes.c_ulong(number), ctypes.py_object(SystemExit)
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(*stopped)
                 thread = ThreadPoolExecutor(1)
             self._free.put_nowait(thread)

@@ -29,10 +29,6 @@ PROMPT_KEYS = {"index": int, "text": str, "answer": str, "token_ids": list, "fie
 Sample = tuple[Prompt, str]
 
 
-class BadMessage(ValueError):
-    """Raised if the body of a request or answer is not the JSON that it must be."""
-
-
 def sample_json(prompt: Prompt, response: str) -> bytes:
     """One sample as UTF-8 JSON; numbers that are not finite become null. Raises `ValueError` if a
     field cannot be written.
@@ -55,7 +51,7 @@ def request_body(samples: Sequence[bytes]) -> bytes:
 
 
 def read_request(body: bytes) -> list[Sample]:
-    """Read a request. Keys that a prompt lacks get an empty value or 0. Raises `BadMessage` that
+    """Read a request. Keys that a prompt lacks get an empty value or 0. Raises `ValueError` that
     names the first mistake.
     """
     samples = []
@@ -75,7 +71,7 @@ def read_request(body: bytes) -> list[Sample]:
 def _member(tree: Any, key: str, kind: type, where: str) -> Any:
     value = tree.get(key) if isinstance(tree, dict) else None
     if type(value) is not kind:
-        raise BadMessage(f'{where} has no "{key}" of type {kind.__name__}')
+        raise ValueError(f'{where} has no "{key}" of type {kind.__name__}')
     return value
 
 
@@ -96,12 +92,12 @@ def _score(outcome: Outcome | None) -> dict[str, Any]:
 
 def read_answer(text: str, count: int, *, maps_scores: bool = False) -> list[Outcome | None]:
     """Outcomes of `count` samples, None for one not scored yet. A wrong score is that sample's
-    failure; with `maps_scores`, also one outside of 0 to 1. Raises `BadMessage` if the answer is
+    failure; with `maps_scores`, also one outside of 0 to 1. Raises `ValueError` if the answer is
     not JSON or does not have `count` scores.
     """
     scores = _member(_read(text), "scores", list, f"is {_start(text)} and")
     if len(scores) != count:
-        raise BadMessage(f"has {len(scores)} scores for {count} responses")
+        raise ValueError(f"has {len(scores)} scores for {count} responses")
     return [_outcome(score, maps_scores) for score in scores]
 
 
@@ -122,7 +118,7 @@ def _read(body: bytes | str, what: str = "") -> Any:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
         reason = f"{error}".split(":")[0][:100]
-        raise BadMessage(f"{what}is not JSON ({reason}): {_start(body)}") from None
+        raise ValueError(f"{what}is not JSON ({reason}): {_start(body)}") from None
 
 
 def _start(body: bytes | str) -> str:

@@ -51,7 +51,6 @@ BUILT_IN_MEMORY_MIB = 512
 """Of a built-in verifier's process, if the recipe sets none."""
 ROOM_LEFT = 0.25
 """A verifier's process is replaced once less than this fraction is left of its memory limit."""
-BEAT_S = 0.5
 OUT_OF_MEMORY = "the verifier's process ran out of memory"
 MOST_STOPPED = 64
 """Calls that exceeded their limit until the process is replaced: each may have left a thread
@@ -289,12 +288,10 @@ class Host:
         return about | {"imported": user_code.neighbours(own), "beats": self._overlaps}
 
     async def _beat(self) -> None:
-        """Send a sign of life, the number 0, every `BEAT_S`; without it a call keeps the whole
-        process.
-        """
+        """Send a sign of life, the number 0, every 0.5 s; a call may keep the process from it."""
         while True:
             self._channel.send(0, {})
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(0.5)
 
     def decode(self, token_ids: Any) -> Reply:
         return {"text": self._codec.decode(token_ids)}

@@ -32,9 +32,9 @@ import sys
 import time
 import zlib
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import psutil
@@ -46,7 +46,7 @@ from megarl.environments.user_code import Sources, UserFiles
 from megarl.environments.verifiers import named, own_files, setting_of
 from megarl.settings.environments import EnvironmentConfig
 from megarl.system.private_folder import MARK, kill_marked
-from megarl.types import Prompt
+from megarl.types import Failure, Prompt
 
 ROOT = Path(__file__).resolve().parents[2]  # where the package megarl lies
 # Not `-m`, which would need PYTHONPATH, and that every process a verifier starts would inherit.
@@ -56,30 +56,10 @@ from megarl.environments.worker import main
 main(int(sys.argv[2]))"""
 MOST_BYTES = 2**30
 """Longest reply."""
-START_WITHIN_S = 120.0  # a verifier of one's own may import much
 GRACE_S = 5.0
 """Seconds without a sign of life, beyond a call's time limit, until a process is killed."""
 LOOK_S = 0.5
-END_WITHIN_S = 1.0
-"""Seconds for a process to end once its socket is closed, and to read what it sent before."""
-DECODE_WITHIN_S = 60.0
 DECODE_TRIES = 3
-
-
-@dataclass(eq=False)
-class WorkerLost(Exception):
-    """Raised to the caller of a request that has no reply."""
-
-    failure: Literal["error", "timeout", "response_limit"]
-    message: str
-    """Continues a sentence about the process."""
-    calls: int = 1
-    """Requests that waited."""
-    by_itself: bool = False
-    """Whether the process ended, closed its channel or sent no reply."""
-
-    def __str__(self) -> str:
-        return self.message
 
 
 class Worker:
@@ -113,11 +93,14 @@ class Worker:
         self._has_ended = asyncio.Event()
         """Set once the process has ended, or is to end."""
         self._writer: asyncio.Future[asyncio.StreamWriter] = asyncio.Future()
-        self.waiting: dict[int, tuple[asyncio.Future[Reply | WorkerLost], float]] = {}
+        self.waiting: dict[int, tuple[asyncio.Future[Reply], float]] = {}
         """{number of a request: (future of its reply, its limit in seconds)}"""
         self._last = secrets.randbits(62)
         """Number of the last request. User code should not guess one."""
-        self.lost: WorkerLost | None = None
+        self.lost: Reply | None = None
+        """Once the process is given up, what its requests get: {failure, lost: continues a sentence
+        about the process, by_itself: whether it ended, closed its channel or sent no reply, calls:
+        requests that waited}."""
         self.retires = False
         """Whether the process asked to be replaced."""
         self._heard_at = time.monotonic()
@@ -129,19 +112,18 @@ class Worker:
         `within_s` seconds; None: two minutes, or a longer `environment.load_limit_s`.
         """
         config = self._config
-        # In a run the engines may start at the same time and take every core.
-        limit_s = max(START_WITHIN_S, config.load_limit_s) if within_s is None else within_s
+        # A verifier of one's own may import much, while the engines start and take every core.
+        limit_s = max(120.0, config.load_limit_s) if within_s is None else within_s
         code = config.session or ", ".join(config.tools.functions or named(config))
         verifier = f"{setting_of(config)} '{code}'"
-        try:
-            reply = await self.ask("load", config, codec, sources, limit_s=limit_s)
-        except WorkerLost as lost:
-            if lost.failure == "error":
-                raise ValueError(f"{verifier}: its process {lost} at start") from None
+        reply = await self.ask("load", config, codec, sources, limit_s=limit_s)
+        if lost := reply.get("lost"):
+            if reply["failure"] == "error":
+                raise ValueError(f"{verifier}: its process {lost} at start")
             raise ValueError(
                 f"{verifier} did not load within {limit_s:g} s; move what takes long out of its"
                 " file's top level, or raise environment.load_limit_s"
-            ) from None
+            )
         if "imported" not in reply:
             raise ValueError(reply.get("refused") or reply.get("detail"))
         self.beats = reply["beats"]
@@ -149,12 +131,12 @@ class Worker:
 
     async def ask(self, *message: Any, limit_s: float) -> Reply:
         """Send a request (method of `megarl.environments.worker.Host`, its arguments) and wait for
-        the reply. Raises `WorkerLost` if the process ends, or gives none within `limit_s` seconds.
+        the reply: `lost` if the process ends, or gives none within `limit_s` seconds.
         One that `beats` enforces the limit itself, and is lost if silent for 5 s longer than its
         largest limit.
         """
         if self.lost:
-            raise self.lost
+            return self.lost
         self._last += 1
         try:
             body = pickle.dumps((self._last, *message))
@@ -169,11 +151,8 @@ class Worker:
         if not future.done():
             computed = self._computed_s() - before_s > COMPUTES * limit_s or not self._is_own
             failure = "response_limit" if computed else "timeout"
-            self.lose(WorkerLost(failure, "gave no reply and was ended"))
-        reply = future.result()
-        if isinstance(reply, WorkerLost):
-            raise reply
-        return reply
+            self.lose(failure, "gave no reply and was ended")
+        return future.result()
 
     def _computed_s(self) -> float:
         used = 0.0
@@ -184,13 +163,14 @@ class Worker:
                     used += sum(member.cpu_times()[:4])
         return used
 
-    def lose(self, why: WorkerLost) -> None:
-        """Give up this process: its requests raise `why`, and it is killed in the background."""
+    def lose(self, failure: Failure, how: str, *, by_itself: bool = False) -> None:
+        """Give up this process: its requests get `lost`, and it is killed in the background."""
         if self.lost is None:
-            self.lost, why.calls = why, len(self.waiting)
+            calls = len(self.waiting)
+            self.lost = {"failure": failure, "lost": how, "by_itself": by_itself, "calls": calls}
             self._has_ended.set()
             for future, _ in self.waiting.values():
-                future.set_result(why)
+                future.set_result(self.lost)
             self.waiting.clear()
 
     async def _live(self, channel: socket.socket) -> None:
@@ -207,12 +187,13 @@ class Worker:
                 await asyncio.wait({reading, ended}, timeout=LOOK_S, return_when="FIRST_COMPLETED")
                 self._look(time.monotonic() - looked_at)
             if self.lost is None:
-                await asyncio.wait({reading, ended}, timeout=END_WITHIN_S)
+                # Its socket is closed: a second to end, and to read what it sent before.
+                await asyncio.wait({reading, ended}, timeout=1.0)
                 how = reading.result() if reading.done() else ""
                 how = how or self.how_it_ended() or "closed the channel that it replies through"
-                self.lose(WorkerLost("error", how, by_itself=True))
+                self.lose("error", how, by_itself=True)
         finally:
-            self.lose(WorkerLost("error", "was ended with its pool"))
+            self.lose("error", "was ended with its pool")
             loop.remove_reader(self._ending)
             reading.cancel()
             ended.cancel()
@@ -254,7 +235,7 @@ class Worker:
         most_s = max(limits_s, default=self._config.time_limit_s) + GRACE_S
         if self.beats and silent_s > most_s:
             cause = f"was kept from answering by a call for {silent_s:.0f} s"
-            self.lose(WorkerLost("timeout", f"{cause}; an async function must wait, not compute"))
+            self.lose("timeout", f"{cause}; an async function must wait, not compute")
 
     def how_it_ended(self) -> str:
         """ "ended with exit code 1"; "" while it runs. Not reaped: its id is not used again before
@@ -340,27 +321,26 @@ class Workers:
         """The text of one response, [T]. Raises `RuntimeError` if three attempts fail."""
         reply: Reply = {}
         for _ in range(DECODE_TRIES):
-            try:
-                call = self._anywhere("decode", token_ids, limit_s=DECODE_WITHIN_S)
-                reply = await self._shielded(call)
-                if "text" in reply:
-                    return reply["text"]
-            except WorkerLost as lost:
-                reply = {"detail": f"the worker process {lost}"}
-        raise RuntimeError(f"decoding a response failed: {reply.get('detail')}")
+            call = self._anywhere("decode", token_ids, limit_s=60.0)
+            reply = await self._shielded(call)
+            if "text" in reply:
+                return reply["text"]
+        why = f"the worker process {reply['lost']}" if "lost" in reply else reply.get("detail")
+        raise RuntimeError(f"decoding a response failed: {why}")
 
     async def _outcome(self, call: Coroutine[Any, Any, Reply]) -> Outcome:
-        try:
-            outcome = Outcome.of(await self._shielded(call))
-        except WorkerLost as lost:
-            is_session = self._config.has_sessions
+        reply = await self._shielded(call)
+        if lost := reply.get("lost"):
+            is_session, failure = self._config.has_sessions, reply["failure"]
             detail = f"the process of the session {lost}"
             if not is_session:
                 detail = f"the verifier's process {lost}"
-                if lost.failure != "error":
+                if failure != "error":
                     detail = f"{late_verdict(self._config.time_limit_s)}: {detail}"
-            has_ended = is_session and lost.by_itself
-            outcome = Outcome(failure=lost.failure, detail=detail, lost=has_ended)
+            has_ended = is_session and reply["by_itself"]
+            outcome = Outcome(failure=failure, detail=detail, lost=has_ended)
+        else:
+            outcome = Outcome.of(reply)
         if outcome.observation is not None:
             return outcome
         warning = "; ".join(filter(None, [outcome.warning, self.files.take_warning()]))
@@ -415,13 +395,9 @@ class Workers:
 
     async def _first_reply(self, slot: int, message: Sequence[Any], limit_s: float) -> Reply | None:
         """None if the request is to be repeated."""
-        try:
-            reply = await self._in(slot, message, limit_s)
-        except WorkerLost as lost:
-            if lost.calls == 1 and not lost.by_itself:
-                raise
-            return None
-        return None if "again" in reply else reply
+        reply = await self._in(slot, message, limit_s)
+        by_another = reply.get("calls", 1) != 1 or reply.get("by_itself", False)
+        return None if by_another or "again" in reply else reply
 
     async def _in(self, slot: int, message: Sequence[Any], limit_s: float) -> Reply:
         worker = await self._at(slot)
@@ -433,7 +409,7 @@ class Workers:
     def _settle(self, worker: Worker) -> None:
         """End a process that retires and has nothing to do. Called after each request."""
         if worker.retires and not worker.waiting and worker not in self._homes.values():
-            worker.lose(WorkerLost("error", "has retired"))
+            worker.lose("error", "has retired")
 
     async def _at(self, slot: int, within_s: float | None = None) -> Worker:
         """The process of a slot, started if none runs there. Raises `ValueError` if that fails."""
@@ -442,11 +418,12 @@ class Workers:
             if worker is not None and not worker.retires:
                 if not worker.lost and worker.how_it_ended():
                     await asyncio.wait({worker.life})  # which sets `lost`
-                if (lost := worker.lost) and self._config.has_sessions and lost.by_itself:
+                if (lost := worker.lost) and self._config.has_sessions and lost["by_itself"]:
                     again = "the rollouts whose sessions it ran begin again, once"
-                    self.files.warn(f"a worker process {lost}, and is replaced; {again}")
-                elif lost and lost.calls == 0:
-                    self.files.warn(f"a worker process {lost} between two calls, and is replaced")
+                    self.files.warn(f"a worker process {lost['lost']}, and is replaced; {again}")
+                elif lost and lost["calls"] == 0:
+                    how = f"{lost['lost']} between two calls"
+                    self.files.warn(f"a worker process {how}, and is replaced")
             if worker is None or worker.lost or worker.retires:
                 self.places[slot] = None
                 worker = self.places[slot] = await self._start(within_s)
@@ -463,7 +440,7 @@ class Workers:
             loaded = await worker.load(self._codec, sources, within_s)
             self.files.loaded(loaded["imported"])
         except BaseException:
-            worker.lose(WorkerLost("error", "was not loaded"))
+            worker.lose("error", "was not loaded")
             raise
         if self._overlaps is None:
             self._overlaps, self.tools, self.forms = worker.beats, loaded["tools"], loaded["forms"]
@@ -475,6 +452,6 @@ class Workers:
         """End all processes: requests under way fail, and waiting ones raise `RuntimeError`."""
         self._closed = True
         for worker in self._alive:
-            worker.lose(WorkerLost("error", "was ended with its pool"))
+            worker.lose("error", "was ended with its pool")
         lives = [worker.life for worker in self._alive]
         await asyncio.gather(*lives, *self._asked, return_exceptions=True)

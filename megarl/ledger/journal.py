@@ -34,12 +34,6 @@ FILE = "ledger.jsonl"
 
 FORMAT = 1
 
-WRITE_WITHIN_S = 0.25
-"""After which records are synced together."""
-
-SYNC_TIMEOUT_S = 60.0
-"""For records to be on the disk."""
-
 BLOCK_BYTES = 2**16
 
 ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
@@ -207,7 +201,7 @@ class Journal:
                 self._is_urgent = is_urgent
             self._waiting.append(record)
 
-    def sync(self, timeout_s: float = SYNC_TIMEOUT_S) -> None:
+    def sync(self, timeout_s: float = 60.0) -> None:
         """Block until everything is on the disk. Raises `UserError` if that fails or takes too
         long.
         """
@@ -217,13 +211,13 @@ class Journal:
             raise _unwritten(f"{self.path} was not on the disk within {timeout_s:g} s")
         self._batch.result()
 
-    def close(self, timeout_s: float = SYNC_TIMEOUT_S) -> None:
+    def close(self) -> None:
         with contextlib.suppress(UserError):
-            self.sync(timeout_s)
+            self.sync()
             self._file.close()
 
     def _write(self, is_urgent: threading.Event) -> None:
-        is_urgent.wait(WRITE_WITHIN_S)
+        is_urgent.wait(0.25)  # seconds, in which records come together
         with self._writing:
             with self._changing:
                 batch, self._waiting = self._waiting, []

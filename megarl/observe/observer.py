@@ -31,11 +31,6 @@ METRICS, EVALUATIONS, TRANSCRIPTS = "metrics.jsonl", "evaluations.jsonl", "trans
 PROVENANCE = "provenance.jsonl"
 """Names of the files in the run folder."""
 
-LINE_INTERVAL_S = 5.0
-"""Least seconds between two lines of progress without a terminal; the last step is always
-printed.
-"""
-
 
 class Observer(contextlib.AbstractContextManager):
     """Made once, on rank 0; a context manager.
@@ -175,7 +170,8 @@ class ProgressBar:
             self._bar.update()
             return
         now = time.monotonic()
-        if now - self._last_line >= LINE_INTERVAL_S or step >= self._total:
+        # Without a terminal a line every 5 s, and always one of the last step.
+        if now - self._last_line >= 5.0 or step >= self._total:
             self._last_line = now
             since = f"[{console.elapsed_s():.0f} s]"
             console.say(f"step {step}/{self._total}  {shown_metrics(metrics)}  {since}")

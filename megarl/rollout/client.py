@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from megarl.checkpoints.group_files import segments_of, with_arrays
-from megarl.errors import ActorDied, ActorUnreachable
+from megarl.errors import ActorUnreachable, ProcessLost
 from megarl.rollout.batch import assemble
 from megarl.rollout.evaluation import Evaluated
 from megarl.rollout.stored_arrays import StoredArrays, fetch
@@ -37,7 +37,7 @@ class RolloutClient:
 
     `take`, `evaluate` and `collect` wait while rollouts make progress, and raise `RuntimeError`
     after `silence_s` seconds without. Other calls wait at most 120 seconds. If the service has
-    died, a call raises `ActorDied`, a `RuntimeError`.
+    died, a call raises `ProcessLost`, a `RuntimeError`.
 
     `stop` is true once a signal asked this process to end; one such rank is enough. Then `take` and
     `evaluate` return None, but what one rank has got is still given to the others, so that all end
@@ -114,7 +114,7 @@ class RolloutClient:
         """Whether `stop_early` ends the run, and not a signal."""
         try:
             return self._ask(self._service.is_early_stop.remote, "asking why the run ended")
-        except ActorDied:
+        except ProcessLost:
             if self.stop:  # see `_await`
                 return False
             raise
@@ -183,7 +183,7 @@ class RolloutClient:
                     except ActorUnreachable:  # asked again, unless it stays away
                         self._ask(self._service.silent_s.remote, doing)
                         reference = None
-        except ActorDied:
+        except ProcessLost:
             if self.stop:
                 return None
             raise

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from megarl.errors import ActorUnreachable, EngineLost
+from megarl.errors import ActorUnreachable, ProcessLost
 from megarl.settings.rollout import RolloutConfig
 from megarl.types import Prompt, Segment
 
@@ -20,9 +20,6 @@ T = TypeVar("T")
 
 MOST_LOSSES = 5
 """Engines that one request may lose before it counts as the cause."""
-
-UNREACHABLE_S = 1.0
-"""Before a request is sent again to engines that could not be reached."""
 
 LOOKS = 20
 """Fraction of the deadline (1 / LOOKS) between two questions to a paused engine."""
@@ -42,7 +39,7 @@ class EngineHandle(Protocol):
         stop: tuple[str, ...] = (),
     ) -> Segment:
         """The model segment that follows the prompt ([P] int32) and earlier `segments`. Raises
-        `EngineLost` if the engine is dead, `ActorUnreachable` if it may be alive.
+        `ProcessLost` if the engine is dead, `ActorUnreachable` if it may be alive.
         """
         ...
 
@@ -142,8 +139,8 @@ class EnginePool:
                 refuse_older(answer, required, number)
                 return answer
             except ActorUnreachable:
-                await asyncio.sleep(UNREACHABLE_S)
-            except EngineLost as lost:
+                await asyncio.sleep(1.0)  # and it is sent again
+            except ProcessLost as lost:
                 self._lose(number, engine)
                 losses += 1
                 if losses == MOST_LOSSES:

@@ -29,8 +29,8 @@ from megarl.rollout.batch import shares
 from megarl.rollout.ray_cluster import Cluster, object_store_bytes
 from megarl.rollout.service_process import service_arguments
 from megarl.rollout.stored_arrays import store
-from megarl.settings.combinations import with_hidden
 from megarl.settings.config import RunConfig, made_with
+from megarl.settings.rl import with_hidden
 from megarl.system.console import say
 from megarl.system.placement import RankPlace, own_seats, shared_seats
 from megarl.system.process_env import engine_environment, own_cluster_token

@@ -17,31 +17,24 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import ValidationError
 
 from megarl.settings import presets, recipe_file, recipe_paths
-from megarl.settings.combinations import check_best, check_run_settings, check_warmup
-from megarl.settings.data import DemonstrationsConfig, PreferencesConfig, PromptsConfig
-from megarl.settings.environments import EnvironmentConfig
+from megarl.settings.data import DemonstrationsConfig, PreferencesConfig
 from megarl.settings.limits import MOST_STEPS
 from megarl.settings.objectives import (
-    COMPARING,
-    WITH_GREEDY_BASELINE,
-    ZERO_IF_EQUAL,
     AlgorithmConfig,
     DistillationConfig,
     PreferenceLossConfig,
     RewardLossConfig,
 )
-from megarl.settings.observe import EarlyStopConfig, ObserveConfig, ReplayConfig
-from megarl.settings.recipe_paths import OutputText, PathText
-from megarl.settings.rollout import ENGINE_STARTS, RolloutConfig
+from megarl.settings.observe import ObserveConfig
+from megarl.settings.recipe_paths import OutputText
+from megarl.settings.rl import RunConfig, check_best, check_warmup
+from megarl.settings.rollout import ENGINE_STARTS
 from megarl.settings.schema import (
-    FILE,
     Config,
-    Excludes,
     Needs,
     Of,
     Range,
     Without,
-    is_own,
     leaves,
     problems,
     replace,
@@ -63,135 +56,8 @@ from megarl.settings.training import (
     TrainedModel,
     TrainingConfig,
 )
-from megarl.settings.weight_sync import WeightSyncConfig
 
 C = TypeVar("C", bound=Config)
-
-
-class EvaluationConfig(Config):
-    """Evaluation on held-out problems before, during and after training, by the run's verifier."""
-
-    prompts: PromptsConfig = section(PromptsConfig, shuffle=False)
-    """Source of the problems, which are all asked, in any order; empty: no evaluation."""
-    every: Annotated[int, Range(0, MOST_STEPS)] = 0
-    """Steps between evaluations; 0: only before the first and after the last step."""
-    temperature: Annotated[float, Range(0.01, 2.0, or_zero=True)] = 0.0
-    """Sampling temperature; 0 is greedy."""
-    sampled_too: bool = False
-    """Also draw one sample of each problem at the rollout temperature."""
-    samples: Annotated[int, Range(1, 10_000)] = 1
-    """Of `megarl eval`: samples of each problem at the rollout temperature, for avg@n, pass@k and
-    maj@n; 1: none, unless `sampled_too` is set."""
-    models: tuple[PathText, ...] = ()
-    """Of `megarl eval`: model folders or hub names, one after another; empty: `model.path`."""
-    sources: tuple[PathText, ...] = ()
-    """Of `megarl eval`: further data sets, read as `prompts` is."""
-
-
-class SampleConfig(Config):
-    """Settings of `megarl sample`, which writes generated responses to a data file."""
-
-    samples: Annotated[int, Range(1, 10_000)] = 8
-    """Responses to each of `prompts`, at `rollout.temperature`."""
-    keep: Literal["best", "all", "pairs"] = "best"
-    """Of each prompt: `best`, the response with the highest reward; `all`, every response, with its
-    reward; `pairs`, the best and the worst, if their rewards differ. Empty responses are left out,
-    and cut off ones but as the worst."""
-    min_reward: Annotated[float | None, Range(-1e9, 1e9)] = None
-    """Leave out responses with less reward; of `pairs` only the chosen one must have it."""
-    shown: Annotated[int, Range(1, 10_000)] = 4
-    """Of `megarl rollout`: number of printed rollouts, each of another prompt."""
-
-
-OF_ONE_SOURCE = Excludes("prompts.sources", "with which a run has steps")
-OF_KL = Of("algorithm.kl.coefficient")
-
-
-class RunConfig(AnyRunConfig):
-    """The recipe of `task: rl`, also read by `eval` and `sample`: the policy's responses to prompts
-    are scored, and it is trained on the rewards.
-    """
-
-    task: Literal["rl"] = "rl"
-    epochs: Annotated[float | None, Range(1e-6, 1e6), OF_ONE_SOURCE] = None
-    """Passes over the prompts, instead of `steps`: epochs x prompts / `rollout.groups_per_step`,
-    rounded up; not for `prompts.sources`. Groups that dynamic sampling rejects do not count."""
-    model: TrainedModel = section(ModelConfig)
-    reference: Annotated[ReferenceRoleConfig, OF_KL] = section(ReferenceRoleConfig)
-    """The frozen model of the KL penalty (`algorithm.kl`)."""
-    critic: Annotated[CriticConfig, Of("algorithm.advantage", "gae")] = section(CriticConfig)
-    """The value model of `algorithm.advantage: gae`."""
-    critics: Annotated[dict[str, CriticConfig], Of("algorithm.advantage", FILE)] = {}
-    """{name: value model} for an advantage of your own, which gets the values of each."""
-    reward_models: dict[str, RewardModelRoleConfig] = {}
-    """{name: reward model}; each adds weight x score to the environment's reward. Where the
-    environment is only to say what is correct, set `environment.correct` and `wrong` to 0; where
-    nothing is, `environment.verifier: none`."""
-    prompts: PromptsConfig = section(PromptsConfig)
-    environment: EnvironmentConfig = section(EnvironmentConfig)
-    rollout: RolloutConfig = section(RolloutConfig)
-    algorithm: AlgorithmConfig = section(AlgorithmConfig)
-    training: TrainingConfig = section(TrainingConfig)
-    weight_sync: WeightSyncConfig = section(WeightSyncConfig)
-    evaluation: EvaluationConfig = section(EvaluationConfig)
-    sample: SampleConfig = section(SampleConfig)
-    replay: ReplayConfig = section(ReplayConfig)
-    early_stop: EarlyStopConfig = section(EarlyStopConfig)
-    observe: ObserveConfig = section(ObserveConfig)
-
-    def check(self) -> None:
-        check_run_settings(self, longest_request(self))
-
-    @property
-    def group_filter(self) -> str:
-        """Which groups are trained on, "differing" rewards or "all": `rollout.filter`, by default
-        "differing" for an advantage that compares the rollouts of a group.
-        """
-        usual = "differing" if self.algorithm.advantage in COMPARING else "all"
-        return self.rollout.filter or usual
-
-    @property
-    def skips_equal_groups(self) -> bool:
-        """Whether groups of equal rewards are not even computed, as the gradient is the same
-        without them.
-        """
-        algorithm = self.algorithm
-        return (
-            algorithm.advantage in ZERO_IF_EQUAL
-            and algorithm.credit == "response"
-            and algorithm.kl.coefficient == 0
-            and algorithm.entropy_coefficient == 0
-            and not is_own(algorithm.loss)  # which may have a gradient there
-            and not is_own(algorithm.method)
-            and not self.reward_models  # which change the rewards afterwards
-        )
-
-    @property
-    def greedy_baseline(self) -> bool:
-        """Whether each prompt also gets a greedy response, as a baseline (ReMax)."""
-        return self.algorithm.advantage in WITH_GREEDY_BASELINE
-
-    @property
-    def all_critics(self) -> dict[str, CriticConfig]:
-        """{section, "critic" or "critics.NAME": settings} of the critics that the run uses."""
-        critics = {"critic": self.critic} if self.algorithm.advantage == "gae" else {}
-        return critics | {f"critics.{name}": critic for name, critic in self.critics.items()}
-
-    @property
-    def other_roles(self) -> dict[str, RoleConfig]:
-        """{section, such as "reference": settings} of the models beside the policy that the run
-        uses.
-        """
-        roles: dict[str, RoleConfig] = {}
-        if self.algorithm.kl.coefficient > 0:
-            roles["reference"] = self.reference
-        roles |= self.all_critics
-        return roles | {f"reward_models.{name}": role for name, role in self.reward_models.items()}
-
-    @property
-    def warmup_steps(self) -> int:
-        """Steps at the start of the run in which only the critics learn."""
-        return max((critic.warmup_steps for critic in self.all_critics.values()), default=0)
 
 
 TEACHER_ALONE = Without(
@@ -386,15 +252,6 @@ def with_steps(config: C, num_rows: int) -> C:
     if isinstance(changed, RunConfig):
         check_warmup(changed)
     return changed
-
-
-def longest_request(config: RunConfig) -> int:
-    """Most tokens of a prompt, held-out ones included, and its response together."""
-    held_out = config.evaluation.prompts
-    prompt = max(
-        config.prompts.max_prompt_tokens, held_out.max_prompt_tokens if held_out.names_data else 0
-    )
-    return prompt + config.rollout.max_new_tokens
 
 
 def made_with(config: RunConfig) -> str:

@@ -82,13 +82,6 @@ class Options(argparse.Namespace):
         return words
 
 
-class Reported(Exception):
-    """Raised in place of an error that the user has already been shown."""
-
-    def __init__(self, code: int = 1) -> None:
-        self.code = code
-
-
 class Diverted:
     """State of `diverted`."""
 
@@ -276,7 +269,7 @@ def diverted() -> Iterator[None]:
     `open_log`.
 
     An unexpected error is printed as one line, its traceback logged, or printed where there is no
-    log; then `Reported` is raised. A `UserError` is logged and raised again.
+    log; then `SystemExit` is raised. A `UserError` is logged and raised again.
     """
     saved = _console.saved = os.dup(1), os.dup(2)
     _console.buffer = os.memfd_create("megarl")
@@ -286,14 +279,12 @@ def diverted() -> Iterator[None]:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
         yield
-    except Reported:
-        raise
     except UserError as error:
         _log(printable(f"megarl: error: {error}\n").encode(errors="backslashreplace"))
         raise
     except Exception as error:
         _report(error)
-        raise Reported from error
+        raise SystemExit(1) from error
     finally:
         for number, descriptor in zip((1, 2), saved, strict=True):
             flush_streams()
@@ -305,7 +296,7 @@ def diverted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def first_word() -> Iterator[None]:
-    """Within `diverted`: show an error as soon as it leaves the block, and raise `Reported`.
+    """Within `diverted`: show an error as soon as it leaves the block, and raise `SystemExit`.
 
     Before rank 0 has closed the engines, the other ranks fail too, and the launcher ends rank 0. A
     `UserError` of another rank is raised as it is: rank 0 shows it.
@@ -316,12 +307,12 @@ def first_word() -> Iterator[None]:
         if _console.saved is None or os.environ.get("RANK", "0") != "0":
             raise
         say(f"megarl: error: {error}")
-        raise Reported(2) from error
+        raise SystemExit(2) from error
     except Exception as error:
-        if _console.saved is None or isinstance(error, Reported):
+        if _console.saved is None:
             raise
         _report(error)
-        raise Reported from error
+        raise SystemExit(1) from error
 
 
 def _report(error: Exception) -> None:

@@ -32,9 +32,6 @@ MARK = "MEGARL_FOLDER"
 """Environment variable with the folder's path, in every process of a run; in those of a verifier
 with a further part behind it."""
 SHARED_MEMORY = Path("/dev/shm")
-POLL_S = 0.02
-KILLED_WITHIN_S = 2.0
-"""Seconds for killed processes to disappear; a driver may hold some for longer."""
 
 
 class PrivateFolder:
@@ -148,12 +145,12 @@ def refuse_open(path: Path) -> None:
 
 def kill_marked(mark: str) -> None:
     """Kill (SIGKILL) the `marked_processes` until none is left or 2 seconds have passed."""
-    deadline = time.monotonic() + KILLED_WITHIN_S
+    deadline = time.monotonic() + 2.0  # a driver may hold some for longer
     while (pids := marked_processes(mark)) and time.monotonic() < deadline:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(POLL_S)
+        time.sleep(0.02)
 
 
 def marked_processes(mark: str) -> list[int]:

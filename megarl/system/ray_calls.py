@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayTaskError
 
-from megarl.errors import ActorDied, ActorUnreachable, ProcessLost, UserError
+from megarl.errors import ActorUnreachable, ProcessLost, UserError
 from megarl.system.deaths import DEATHS, why_dead
 from megarl.system.files import in_thread
 
@@ -41,7 +41,7 @@ def done_within(seconds: float, work: Callable[[], object]) -> bool:
 def ask(which: str, reference: Any, timeout_s: float, doing: str, fix: str = "") -> Any:
     """The result of a call to a Ray actor. `which`, `doing`, `fix`: for messages.
 
-    Raises `RuntimeError` if the call failed or is late, `ActorDied`, `ActorUnreachable`, and the
+    Raises `RuntimeError` if the call failed or is late, `ProcessLost`, `ActorUnreachable`, and the
     call's `UserError` or `ProcessLost` unchanged.
     """
     try:
@@ -72,7 +72,7 @@ def explained(
         fix = fix and f"; {fix}"
         return RuntimeError(f"{which} did not answer within {timeout_s:g} s ({doing}{fix})")
     is_away = isinstance(error, ActorUnavailableError)
-    return (ActorUnreachable if is_away else ActorDied)(
+    return (ActorUnreachable if is_away else ProcessLost)(
         f"{which} {'cannot be reached' if is_away else 'died'} ({doing}):"
         f" {why_dead(error)} See run.log for what it printed last; {GOES_ON}"
     )

@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from megarl.system.console import say
+from megarl.system.files import in_thread
 
 SIGNALS = tuple(
     number
@@ -165,9 +166,7 @@ def keep_blocked_signals() -> None:
     """
     from multiprocessing import resource_tracker
 
-    thread = threading.Thread(target=resource_tracker.ensure_running)
-    thread.start()
-    thread.join()
+    in_thread("resource tracker", resource_tracker.ensure_running).result()
 
 
 def name_of(number: int) -> str:
@@ -215,7 +214,7 @@ def graceful() -> Iterator[Stop]:
                 f"megarl: {name_of(number)}: the run saves a checkpoint of the last finished step"
                 f" and ends, within {_save_within_s:g} s; once more to end at once"
             )
-        threading.Thread(target=too_late, daemon=True).start()
+        in_thread("checkpoint at a signal", too_late)
 
     before = _hear(first)
     try:
@@ -250,7 +249,7 @@ def guard(within_s: float) -> None:
         end_now(number, time.monotonic() - first)
 
     signal.set_wakeup_fd(theirs.detach(), warn_on_full_buffer=False)
-    threading.Thread(target=wait, daemon=True).start()
+    in_thread("guard", wait)
 
 
 def end_now(number: int, after_s: float) -> NoReturn:

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megarl.system.console import say
+from megarl.system.files import in_thread
 from megarl.system.process_state import machine, start_of
 
 Kind = (
@@ -180,7 +181,7 @@ class TraceWriter:
         faulthandler.register(SIGNAL, (folder / STACKS / f"{process}.txt").open("w"))
         self._path, self._closed = folder / f"{process}.json", threading.Event()
         self._open_file()
-        threading.Thread(target=self._watch, name="megarl activity", daemon=True).start()
+        in_thread("megarl activity", self._watch)
 
     def _open_file(self) -> None:
         self._file = self._path.open("ab", buffering=0)

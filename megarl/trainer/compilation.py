@@ -7,11 +7,13 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import wait
 from pathlib import Path
 
 from torch.utils.cpp_extension import get_default_build_root
 
 from megarl.system.console import say
+from megarl.system.files import in_thread
 
 
 def drop_stale_locks(root: Path | None = None, *, older_than_s: float = 240.0) -> list[Path]:
@@ -49,10 +51,9 @@ def announced(root: Path | None = None, *, after_s: float = 2.0) -> Iterator[Non
                         say(f"compiling DeepSpeed's {lock.parent.name}: about a minute, once")
                         return
 
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
+    watching = in_thread("compilation", watch)
     try:
         yield
     finally:
         over.set()
-        thread.join()
+        wait([watching])

@@ -13,8 +13,9 @@ import transformers
 from transformers import AutoConfig
 
 from megarl.data.hub import hub_state, refuse_no_folder, why_absent
-from megarl.settings.config import RunConfig, longest_request
+from megarl.settings.config import RunConfig
 from megarl.settings.limits import MOST_TOKENS
+from megarl.settings.rl import longest_request
 from megarl.settings.schema import require, shortened
 from megarl.settings.training import ModelConfig
 from megarl.system.third_party import opening, refuse_broken_links

@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from megarl.errors import EngineLost
+from megarl.errors import ProcessLost
 from megarl.parallel.collectives import broadcast_object
 from megarl.parallel.mesh import ProcessMesh
 from megarl.parallel.tensor import Shard
@@ -61,7 +61,7 @@ class Update(Protocol):
     """
 
     def poll(self) -> None:
-        """Raises `EngineLost` if an engine is dead or failed, `Aborted` if it stopped as another
+        """Raises `ProcessLost` if an engine is dead or failed, `Aborted` if it stopped as another
         gave up.
         """
         ...
@@ -69,7 +69,7 @@ class Update(Protocol):
     def result(self, *, timeout_s: float) -> list[Any]:
         """Wait for the members' answers: after `Engines.update`, for each rank {"version",
         "digests", "seconds", "problem"}; after `load_adapter`, {"version", "receipt"}. Raises
-        `EngineLost` for engines that are dead, have failed or are late.
+        `ProcessLost` for engines that are dead, have failed or are late.
         """
         ...
 
@@ -82,7 +82,7 @@ class Update(Protocol):
 
 class Engines(Protocol):
     """All engines of a run, as trainer rank 0 calls them. Methods with `timeout_s` raise
-    `EngineLost`.
+    `ProcessLost`.
     """
 
     members: list[int]
@@ -240,7 +240,7 @@ class Publication(ABC, Generic[Model]):
             try:
                 outcome = "", [], work(self.engines)
             except Exception as error:
-                lost = [*error.engines] if isinstance(error, EngineLost) else []
+                lost = [*error.engines] if isinstance(error, ProcessLost) else []
                 outcome = f"{self._doing} failed: {str(error) or repr(error)}", lost, None
         return broadcast_object(outcome, self.mesh.world)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megarl.errors import EngineLost
+from megarl.errors import ProcessLost
 from megarl.parallel.collectives import all_reduce, gather_objects
 from megarl.parallel.mesh import ProcessMesh
 from megarl.settings.weight_sync import BUCKET_BYTES, WeightSyncConfig
@@ -118,7 +118,7 @@ class Publisher(Publication[SendsWeights]):
         doing = f"publishing version {version} failed"
         if isinstance(error, Aborted):  # the rank that aborted tells why
             return 2, f"{doing}: {GIVEN_UP}, which did not say why", []
-        if isinstance(error, EngineLost):
+        if isinstance(error, ProcessLost) and error.engines:
             parts, buckets = [], self.route.buckets
             for engine in error.engines:
                 number = max(0, min(self._sender.progress(engine), len(buckets) - 1))
@@ -190,7 +190,7 @@ class Publisher(Publication[SendsWeights]):
             if now > deadline:
                 reached = list(map(self._sender.progress, range(self.route.spec.engines)))
                 late = tuple(e for e, number in enumerate(reached) if number == min(reached))
-                raise EngineLost(
+                raise ProcessLost(
                     f"it did not finish within {timeout_s:g} s; raise weight_sync.timeout_s if it"
                     " was only slow",
                     late,

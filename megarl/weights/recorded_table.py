@@ -32,8 +32,6 @@ from megarl.system.process_env import engine_environment
 from megarl.weights.parameters import ParameterSpec, table_from_json, table_to_json
 from megarl.weights.published import exported_names, fused_tensors, kept_buffers, published
 
-WITHIN_S = 300.0
-"""Seconds that recording may take; it takes about 15."""
 MOST_BOXES = 4096
 """Most rectangles into which one copy may be cut."""
 
@@ -87,12 +85,12 @@ def _recorded(path: str, tensor: int, on_cpu: bool) -> str:
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
-                timeout=WITHIN_S,
+                timeout=300.0,  # it takes about 15 s
             )
             text = done.stdout.strip().splitlines()[-1]
             problem = json.loads(text)
-        except subprocess.TimeoutExpired:
-            text, problem = "", f"vLLM's loader takes more than {WITHIN_S:g} s"
+        except subprocess.TimeoutExpired as late:
+            text, problem = "", f"vLLM's loader takes more than {late.timeout:g} s"
         except (IndexError, ValueError):
             lines = done.stderr.strip().splitlines() or ["vLLM ended without a word"]
             text, problem = "", lines[-1]

@@ -241,10 +241,10 @@ def test_a_killed_receiver_is_noticed_and_a_fresh_one_takes_its_place(
     if transport == "point_to_point":
         # Who sees the connection break first names the engine, and the others give the version up.
         said = {problem.split(" is gone")[0].split(":")[0] for problem in killed["problems"]}
-        assert said <= {"EngineLost", "Aborted"} and "EngineLost" in said, killed
-        named = [problem for problem in killed["problems"] if problem.startswith("EngineLost")]
+        assert said <= {"ProcessLost", "Aborted"} and "ProcessLost" in said, killed
+        named = [problem for problem in killed["problems"] if problem.startswith("ProcessLost")]
         assert all(
-            problem.startswith("EngineLost: rank 0 of engine 0 is gone") for problem in named
+            problem.startswith("ProcessLost: rank 0 of engine 0 is gone") for problem in named
         )
     else:
         assert any("died" in problem for problem in killed["problems"]), killed["problems"]

@@ -17,7 +17,7 @@ import torch
 from support.engine_ranks import table, weights
 from support.ranks import run_ranks
 
-from megarl.errors import EngineLost
+from megarl.errors import ProcessLost
 from megarl.parallel import collectives
 from megarl.parallel import mesh as mesh_module
 from megarl.parallel.layout import Layout
@@ -78,7 +78,7 @@ class Answer:
     def poll(self) -> None:
         gone = {n: o for n, o in list(self.outcomes.items()) if isinstance(o, OSError)}
         if gone:
-            raise EngineLost(str(next(iter(gone.values()))), tuple(gone))
+            raise ProcessLost(str(next(iter(gone.values()))), tuple(gone))
         for outcome in list(self.outcomes.values()):
             if isinstance(outcome, Exception):
                 raise Aborted(str(outcome)) if isinstance(outcome, Aborted) else outcome

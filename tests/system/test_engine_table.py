@@ -289,7 +289,7 @@ def test_vllm_takes_the_temperatures_of_the_range_and_no_others() -> None:
     """The recipe's range is vLLM's own: below it vLLM samples at another temperature in silence."""
     code = """
 from vllm import SamplingParams
-from megarl.settings.config import EvaluationConfig
+from megarl.settings.rl import EvaluationConfig
 from megarl.settings.rollout import RolloutConfig
 
 for kind in (RolloutConfig, EvaluationConfig):

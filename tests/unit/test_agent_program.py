@@ -30,9 +30,9 @@ from megarl.apps.gateway.agent_program import (
 )
 from megarl.environments.isolation import has_filters, landlock_version
 from megarl.environments.session import Answer
-from megarl.settings.combinations import with_hidden
 from megarl.settings.config import RunConfig, read
 from megarl.settings.environments import EnvironmentConfig
+from megarl.settings.rl import with_hidden
 from megarl.types import Prompt
 
 PROMPT = Prompt(3, "1+2", [], "3", {"answer": "3", "topic": "sums"})

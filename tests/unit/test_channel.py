@@ -23,7 +23,7 @@ from megarl.engines import channel as channel_module
 from megarl.engines.channel import Channel, ChannelActor, ChannelPlace, Remote, packed
 from megarl.engines.interface import Pauses
 from megarl.engines.remote import GenerateRequest, RemoteEngine
-from megarl.errors import ActorUnreachable, EngineLost
+from megarl.errors import ActorUnreachable, ProcessLost
 from megarl.rollout.requests import EnginePool
 from megarl.settings.rollout import RolloutConfig
 from megarl.settings.schema import replace
@@ -153,7 +153,7 @@ async def test_failures_are_told_apart() -> None:
         asked = (remote.ask(-n) for n in (1, 2, 3, 4))
         found = await asyncio.gather(*asked, return_exceptions=True)
         assert [type(error) for error in found] == [
-            *(ValueError, EngineLost, RuntimeError, RuntimeError)
+            *(ValueError, ProcessLost, RuntimeError, RuntimeError)
         ]
         assert "KeyError: 'three'" in str(found[2]) and "pickle" in str(found[3])
         assert (await remote.ask(3)).num_tokens == 3
@@ -186,12 +186,12 @@ async def test_what_ray_says_of_an_actor_reaches_every_request(is_dead: bool) ->
         actor, remote = handle.actor, echo(made, handle)
         waiting = [asyncio.create_task(remote.ask(0)) for _ in range(3)]
         await until(lambda: actor.began == 3)
-        kind = EngineLost if is_dead else ActorUnreachable
+        kind = ProcessLost if is_dead else ActorUnreachable
         handle.die(None if is_dead else ActorUnavailableError("for a moment", None))
         for found in await asyncio.gather(*waiting, return_exceptions=True):
             assert type(found) is kind
         if is_dead:
-            with pytest.raises(EngineLost, match="its process died"):
+            with pytest.raises(ProcessLost, match="its process died"):
                 await remote.ask(1)
         else:
             handle.end = handle.loop.create_future()

@@ -79,7 +79,7 @@ def test_rays_memory_monitor_ends_an_actor() -> None:
     """The real error, which is no `RayActorError`."""
     done = python("-c", KILLED, timeout=200)
     (said,) = done.stdout.splitlines()
-    assert said.startswith("ActorDied engine 0 died (x): Ray ended it as the memory of "), said
+    assert said.startswith("ProcessLost engine 0 died (x): Ray ended it as the memory of "), said
     assert "GiB used, limit" in said and "|" not in said and "rollout.num_engines" in said
     assert len(said) < 700
 

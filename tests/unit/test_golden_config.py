@@ -18,7 +18,8 @@ import pytest
 from megarl.apps.launch.launch_plan import deal_gpus, make_launch_plan
 from megarl.apps.launch.launch_processes import Addresses, processes
 from megarl.engines.vllm_arguments import engine_arguments
-from megarl.settings.config import RunConfig, longest_request, read
+from megarl.settings.config import RunConfig, read
+from megarl.settings.rl import longest_request
 from megarl.system.console import Options
 from megarl.system.placement import engine_bundle
 from megarl.system.process_env import RAY_SETTINGS, engine_environment

@@ -34,7 +34,7 @@ from megarl.apps.serve.reward_server import Backend, RewardServer
 from megarl.apps.serve.serve_reward import check_serve_reward
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.scores import BadScore, Outcome
-from megarl.errors import EngineLost
+from megarl.errors import ProcessLost
 from megarl.settings.config import from_tree
 from megarl.settings.environments import RewardServerConfig
 from megarl.settings.serve import JudgeConfig, ServeRewardConfig
@@ -269,7 +269,7 @@ def test_several_verdicts_are_averaged(tokenizer: Any) -> None:
 
 def test_a_lost_engine_is_503_and_ends_the_server() -> None:
     async def score(prompt: Prompt, response: str) -> Outcome:
-        raise EngineLost("vLLM's process has died")
+        raise ProcessLost("vLLM's process has died")
 
     server, told = RewardServer(Backend(score, 1), RewardServerConfig(), None), list[bool]()
     server.on_lost = lambda: told.append(True)

@@ -25,6 +25,7 @@ from megarl.checkpoints.progress import (
     write_progress,
 )
 from megarl.checks.model_checks import check_export, check_model, stop_tokens
+from megarl.errors import UserError
 from megarl.settings.config import PreferenceConfig
 from megarl.settings.data import PreferencesConfig
 from megarl.settings.schema import replace
@@ -235,11 +236,11 @@ def test_run_json_of_other_versions(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert read_progress(folder) == PROGRESS
     assert capsys.readouterr().err.count("passing over colour, size\n") == 1
     (folder / "run.json").write_text(json.dumps(found | {"format": 4}))
-    with pytest.raises(ValueError, match="of format 4, and this version of megarl reads formats"):
+    with pytest.raises(UserError, match="of format 4, and this version of megarl reads formats"):
         read_progress(folder)
     (folder / "digests.json").unlink()
     seal(folder)
-    with pytest.raises(ValueError, match="format 4"):
+    with pytest.raises(UserError, match="format 4"):
         chosen(tmp_path)
     (folder / "run.json").write_text(json.dumps(found | {"format": 2}))
     with pytest.raises(ValueError, match=r"format 2.*resume with the version that wrote it"):
@@ -260,10 +261,10 @@ def test_a_newer_checkpoint_is_not_passed_over_for_an_older_one(tmp_path: Path) 
     (newer / "digests.json").unlink()
     seal(newer)
     said = r"step_000004/run.json is of format 4.*or a newer one"
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(UserError, match=said):
         chosen(tmp_path)
     (newer / "digests.json").write_text(json.dumps({"algorithm": "blake4", "files": {}}))
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(UserError, match=said):
         chosen(tmp_path)
     (newer / "run.json").write_text(json.dumps(found))
     assert chosen(tmp_path) == older  # of an older version, or damaged

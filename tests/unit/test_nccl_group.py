@@ -14,8 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megarl.errors import ProcessLost
 from megarl.weights.transports import p2p_group
-from megarl.weights.transports.p2p_group import InFlight, P2PGroup, PeerGone, Rendezvous
+from megarl.weights.transports.p2p_group import InFlight, P2PGroup, Rendezvous
 
 MADE: list[Any] = []
 
@@ -52,7 +53,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> P2PGroup:
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     meeting = Rendezvous("127.0.0.1", 0, 1)
     meeting.begin(1, 1)
-    return P2PGroup(meeting, 0, ["alone"], torch.device("cuda", 0))
+    return P2PGroup(meeting, 0, [("alone", ())], torch.device("cuda", 0))
 
 
 def test_one_communicator_is_made_and_no_watchdog(
@@ -88,9 +89,11 @@ class FailedWork:
 def test_a_message_that_failed_is_not_taken_for_received() -> None:
     memory: Any = SimpleNamespace(is_cuda=True)
     works: Any = {3: FailedWork()}
-    names: Any = {3: "engine 3"}
-    with pytest.raises(PeerGone, match="engine 3 is gone: NCCL error: remote process exited"):
-        InFlight(works, memory, names).check()
+    peers: Any = {3: ("engine 3", (3,))}
+    said = "engine 3 is gone: NCCL error: remote process exited"
+    with pytest.raises(ProcessLost, match=said) as lost:
+        InFlight(works, memory, peers).check()
+    assert lost.value.engines == (3,)
 
 
 def test_a_communicator_that_is_never_made_ends_at_the_deadline(group: P2PGroup) -> None:

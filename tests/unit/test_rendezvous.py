@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import random
 import socket
+import time
 
 import pytest
+import torch
 
+from megarl.errors import ProcessLost
 from megarl.parallel import launcher
 from megarl.weights.transports import p2p_group
 from megarl.weights.transports.base import Aborted
 from megarl.weights.transports.p2p_group import (
+    P2PGroup,
     Rendezvous,
     address_toward,
     network_place,
@@ -35,6 +39,24 @@ def test_ranks_meet_in_attempts() -> None:
     theirs.report("0/0", 9)
     assert theirs.reported("0/0") == 9
     assert mine.reported("0/0") == -1, "of an attempt that is over"
+
+
+PEERS = [("trainer rank 0", ()), ("rank 0 of engine 0", (0,))]
+
+
+@pytest.mark.parametrize(("rank", "waits_s"), [(0, 0.3), (1, 0.6)])
+def test_a_rank_that_hangs_while_it_joins_is_named(
+    rank: int, waits_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer, which can replace the engine, gives up before the engine does."""
+    meeting = Rendezvous("127.0.0.1", 0, 2)
+    meeting.begin(1, 1)
+    meeting.store.set(f"joined/1/{1 - rank}", "")
+    monkeypatch.setattr(p2p_group, "CONNECT_TIMEOUT_S", 0.3)
+    began = time.monotonic()
+    with pytest.raises(ProcessLost, match=f"{PEERS[1 - rank][0]} is gone: wait timeout") as lost:
+        P2PGroup(meeting, rank, PEERS, torch.device("cpu")).join(lambda: None)
+    assert lost.value.engines == PEERS[1 - rank][1] and time.monotonic() - began > waits_s
 
 
 def test_the_store_listens_on_one_address_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,6 @@ from megarl.rollout.requests import EnginePool
 from megarl.rollout.service import RolloutService
 from megarl.run import loop, schedule
 from megarl.run.schedule import reached
-from megarl.settings.config import EvaluationConfig
 from megarl.settings.environments import EnvironmentConfig
 from megarl.settings.observe import (
     EVALUATION_METRICS,
@@ -39,6 +38,7 @@ from megarl.settings.observe import (
     EarlyStopConfig,
     ObserveConfig,
 )
+from megarl.settings.rl import EvaluationConfig
 from megarl.settings.rollout import DynamicSamplingConfig, RolloutConfig
 from megarl.settings.training import CheckpointConfig, TrainingConfig
 from megarl.types import (

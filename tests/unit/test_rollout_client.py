@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megarl.errors import ActorDied
+from megarl.errors import ProcessLost
 from megarl.rollout import client as rollout_client
 from megarl.rollout.client import RolloutClient
 from megarl.run.build import rollout_deadline_s, step_deadline_s
@@ -86,10 +86,10 @@ def test_a_service_that_died_ends_the_wait_for_arrays(monkeypatch: pytest.Monkey
     monkeypatch.setattr(made, "_poll_s", 0.1)
 
     def dies(call: Any, doing: str) -> float:
-        raise ActorDied(f"the rollout service died ({doing})")
+        raise ProcessLost(f"the rollout service died ({doing})")
 
     monkeypatch.setattr(made, "_ask", dies)
-    with pytest.raises(ActorDied, match="waiting for token arrays of segments"):
+    with pytest.raises(ProcessLost, match="waiting for token arrays of segments"):
         made._fetch("segments", ARRAYS)
 
 

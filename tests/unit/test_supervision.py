@@ -25,7 +25,7 @@ from megarl.engines import pool as engines_module
 from megarl.engines.client import EngineCall
 from megarl.engines.interface import Pauses, Pulse
 from megarl.engines.pool import CallOutcome, EngineManager, EngineStarts
-from megarl.errors import ActorDied, ActorUnreachable, EngineLost, ProcessLost, UserError
+from megarl.errors import ActorUnreachable, ProcessLost, UserError
 from megarl.rollout import client as rollout_client
 from megarl.rollout.requests import MOST_LOSSES, EnginePool, RequestRoute
 from megarl.rollout.waits import Waits
@@ -80,19 +80,16 @@ class Engine:
         return Segment("model", count, None, self.spans, "stop")
 
 
-async def test_requests_of_a_lost_engine_go_to_another_with_their_seed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_requests_of_a_lost_engine_go_to_another_with_their_seed() -> None:
     """Or to the next one, where no engine lives; to the same one, where that was out of reach."""
-    monkeypatch.setattr("megarl.rollout.requests.UNREACHABLE_S", 0.01)
     away = ActorUnreachable("blip")
-    engines = [Engine(EngineLost("gone")), Engine(away, away)]
+    engines = [Engine(ProcessLost("gone")), Engine(away, away)]
     pool, route = EnginePool(engines, RolloutConfig()), RequestRoute(0)
     await requested(pool, PROMPT, 7, route)
     assert (engines[0].seeds, engines[1].seeds, route.engine) == ([7], [7, 7, 7], 1)
     await requested(pool, PROMPT, 8)
     assert engines[0].seeds == [7], "a lost engine gets no request"
-    engines[1].errors = [EngineLost("gone")]
+    engines[1].errors = [ProcessLost("gone")]
     running = asyncio.create_task(requested(pool, PROMPT, 9))
     await asyncio.sleep(0.05)
     assert not running.done()
@@ -101,7 +98,7 @@ async def test_requests_of_a_lost_engine_go_to_another_with_their_seed(
     pool._lose(0, engines[0])  # a late loss, of the engine before
     await asyncio.wait_for(requested(pool, PROMPT, 10), 1)
     assert fresh.seeds == [9, 10]
-    doomed = [Engine(EngineLost("gone")) for _ in range(MOST_LOSSES + 1)]
+    doomed = [Engine(ProcessLost("gone")) for _ in range(MOST_LOSSES + 1)]
     with pytest.raises(RuntimeError, match=rf"{MOST_LOSSES} engines were lost .* prompt 3,"):
         await asyncio.wait_for(requested(EnginePool(doomed, RolloutConfig()), PROMPT, 7), 5)
 
@@ -453,7 +450,7 @@ async def test_an_engine_that_dies_as_it_connects_costs_no_other(
         run.actors[0].waits.add("connect")
         run.actors[1].refuses["connect"] = DEAD
         loop.call_later(0.2, run.actors[0].waits.clear)
-        with pytest.raises(EngineLost) as lost:
+        with pytest.raises(ProcessLost) as lost:
             await asyncio.to_thread(client.connect, lambda position: {}, timeout_s=20.0)
         assert lost.value.engines == (1,)
 
@@ -615,8 +612,8 @@ GAVE_UP = CallOutcome(None, f"rank 0: {GIVEN_UP}")
 
 @pytest.mark.parametrize(("outcomes", "error", "lost", "unsettled"), [
     ([CallOutcome(1), CallOutcome(2)], None, (), []),
-    ([LATE, FAILED], EngineLost, (1,), [0, 1]), ([CallOutcome(1), LATE], EngineLost, (1,), [1]),
-    ([GAVE_UP, GONE], EngineLost, (1,), [1]), ([GAVE_UP, LATE], Aborted, (), [1]),
+    ([LATE, FAILED], ProcessLost, (1,), [0, 1]), ([CallOutcome(1), LATE], ProcessLost, (1,), [1]),
+    ([GAVE_UP, GONE], ProcessLost, (1,), [1]), ([GAVE_UP, LATE], Aborted, (), [1]),
 ])  # fmt: skip
 def test_a_call_to_all_engines_names_those_that_failed(
     outcomes: list[CallOutcome], error: Any, lost: tuple[int, ...], unsettled: list[int],
@@ -646,7 +643,7 @@ def test_a_service_that_a_signal_has_ended_is_no_error(
     """torchrun sends SIGTERM to Ray's processes too, which may end before the ranks."""
 
     def dead(*_: Any) -> list[Any]:
-        raise ActorDied("the rollout service died")
+        raise ProcessLost("the rollout service died")
 
     calls = {
         name: SimpleNamespace(remote=lambda *_: "reference") for name in ("take", "is_early_stop")
@@ -662,7 +659,7 @@ def test_a_service_that_a_signal_has_ended_is_no_error(
         assert client.take(4) is None and not client.is_early_stop()
     else:
         for call in (lambda: client.take(4), client.is_early_stop):
-            with pytest.raises(ActorDied):
+            with pytest.raises(ProcessLost):
                 call()
 
 
@@ -682,7 +679,7 @@ def test_a_service_that_is_away_for_a_moment_is_asked_again(
     assert asking.ask_service(lambda: "answer", "asking") == "answer" and not errors
     monkeypatch.setattr(asking, "UNREACHABLE_S", 0.05)
     errors += [away] * 1000
-    with pytest.raises(ActorDied, match="the rollout service cannot be reached"):
+    with pytest.raises(ProcessLost, match="the rollout service cannot be reached"):
         asking.ask_service(lambda: "answer", "asking")
 
 

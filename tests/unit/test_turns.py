@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from support.rollouts import dealt
 
 from megarl.environments.scoring import observed
-from megarl.errors import EngineLost
+from megarl.errors import ProcessLost
 from megarl.rollout.attempts import Attempts, request_seed
 from megarl.rollout.requests import EnginePool
 from megarl.settings.rollout import RolloutConfig
@@ -50,7 +50,7 @@ class RandomEngine:
         assert max_tokens > 0
         self.is_dead = self.is_dead or self.draw.random() < 0.03
         if self.is_dead:
-            raise EngineLost("killed by the test")
+            raise ProcessLost("killed by the test")
         wanted = self.draw.randint(1, 6)
         count = min(wanted, max_tokens)
         tokens = np.array([self.draw.randint(10, 99) for _ in range(count)], np.int32)

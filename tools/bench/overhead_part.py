@@ -79,7 +79,8 @@ def generate(task: dict[str, Any]) -> dict[str, Any]:
     from megarl.engines.vllm_arguments import engine_arguments
     from megarl.engines.vllm_core import preload_openmp
     from megarl.rollout.batch_files import batch_of
-    from megarl.settings.config import RunConfig, longest_request, read
+    from megarl.settings.config import RunConfig, read
+    from megarl.settings.rl import longest_request
     from megarl.system.process_env import engine_environment
 
     run = Path(task["run"])

@@ -43,8 +43,9 @@ from megarl.environments.codec import Codec
 from megarl.environments.scoring import Environment
 from megarl.rollout.attempts import Attempts, path
 from megarl.rollout.requests import EnginePool
-from megarl.settings.config import RunConfig, longest_request, read
+from megarl.settings.config import RunConfig, read
 from megarl.settings.environments import EnvironmentConfig
+from megarl.settings.rl import longest_request
 from megarl.settings.rollout import EngineConfig, RolloutConfig
 from megarl.system.process_env import prepare_environment
 from megarl.types import Group, Prompt, Rollout, Samples, Segment

@@ -62,7 +62,8 @@ def missing_parts(run: Path, sums: Audit) -> Iterator[str]:
     metrics.jsonl: a ledger that ends with a whole line contradicts nothing. `sums`: its audit.
     """
     for checkpoint in newest_first(run / "checkpoints")[:1]:
-        with contextlib.suppress(OSError, ValueError):  # a damaged checkpoint; resuming says it
+        # Of a checkpoint that is damaged or newer, resuming tells.
+        with contextlib.suppress(OSError, ValueError, UserError):
             progress = read_progress(checkpoint)
             if why := difference(run / FILE, progress.ledger):
                 yield f"events before {checkpoint.name} are missing: {why}"

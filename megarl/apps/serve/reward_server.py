@@ -26,8 +26,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megarl.environments.scores import BadScore, Outcome
-from megarl.environments.wire import ROUTE, WITHIN, BadMessage, Sample, answer_body, read_request
-from megarl.errors import EngineLost
+from megarl.environments.wire import ROUTE, WITHIN, Sample, answer_body, read_request
+from megarl.errors import ProcessLost
 from megarl.settings.addresses import Token
 from megarl.settings.environments import RewardServerConfig
 from megarl.types import Prompt
@@ -141,7 +141,7 @@ class RewardServer:
             if gone.done():
                 raise HTTPException(400, "the client went away")
             outcomes = [task.result() if task.done() else None for task in tasks]
-        except EngineLost:
+        except ProcessLost:
             # 503 has the client ask again: another server may be in its place by then.
             raise HTTPException(503, "the server has stopped", headers=AGAIN) from None
         finally:
@@ -179,11 +179,11 @@ class RewardServer:
             raise HTTPException(408, message) from None
         except ClientDisconnect:
             raise HTTPException(400, "the client went away") from None
-        except BadMessage as error:
+        except ValueError as error:
             raise HTTPException(422, str(error)) from None
 
     async def _outcome(self, prompt: Prompt, response: str) -> Outcome:
-        """The outcome of a sample, once there is room for it. Raises `EngineLost`."""
+        """The outcome of a sample, once there is room for it. Raises `ProcessLost`."""
         self._waiting += 1
         try:
             await self._free.acquire()
@@ -191,7 +191,7 @@ class RewardServer:
             self._waiting -= 1
         try:
             return await self._backend.score(prompt, response)
-        except EngineLost as error:
+        except ProcessLost as error:
             self.lost = str(error)
             self.on_lost()
             raise

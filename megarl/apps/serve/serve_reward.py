@@ -28,7 +28,7 @@ from megarl.environments.scores import Outcome
 from megarl.environments.scoring import client_token
 from megarl.environments.verifiers import named
 from megarl.environments.wire import ROUTE
-from megarl.errors import EngineLost, UserError
+from megarl.errors import ProcessLost, UserError
 from megarl.parallel import launcher
 from megarl.settings.addresses import Token, read_token
 from megarl.settings.environments import EnvironmentConfig, RewardServerConfig
@@ -165,7 +165,7 @@ def main(config: ServeRewardConfig, inputs: ServeInputs) -> int:
     signal is raised as `EndedBySignal`, of which the command line makes the exit code. `inputs`:
     what is served, as `check_serve_reward` returns it. Prints the address on standard error and
     writes `run.log` in `config.folder`. Raises `UserError` if the address or the folder cannot be
-    used, and `EngineLost` if vLLM's process dies.
+    used, and `ProcessLost` if vLLM's process dies.
     """
     folder = Path(config.folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -223,4 +223,4 @@ async def _serve(config: ServeRewardConfig, inputs: ServeInputs, listener: socke
         with patch("uvicorn.server.HANDLED_SIGNALS", SIGNALS):
             await web.serve(sockets=[listener])
         if server.lost:
-            raise EngineLost(server.lost)
+            raise ProcessLost(server.lost)

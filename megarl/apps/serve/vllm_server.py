@@ -26,7 +26,7 @@ from megarl.apps.serve.reward_server import Backend
 from megarl.apps.serve.served_models import ServedRewardModel
 from megarl.engines.vllm_arguments import engine_arguments, tokenizer_arguments
 from megarl.environments.scores import BadScore, Outcome
-from megarl.errors import EngineLost, UserError
+from megarl.errors import ProcessLost, UserError
 from megarl.parallel.mesh import local_device
 from megarl.settings.serve import JudgeConfig, ServedModelConfig
 from megarl.system import console
@@ -66,7 +66,7 @@ class VllmServer:
 
     async def ask(self, route: str, request: dict[str, Any]) -> dict[str, Any]:
         """The answer to a request of the OpenAI API, such as `/v1/completions`. Raises `BadScore`
-        if vLLM refuses the request or needs too long, `EngineLost` if its engine has died.
+        if vLLM refuses the request or needs too long, `ProcessLost` if its engine has died.
         """
         try:
             async with self._session.post(route, json=request, timeout=self._limit) as answer:
@@ -80,7 +80,7 @@ class VllmServer:
             reason = f"{type(error).__name__}: {error}"
         if await self.is_healthy():
             raise BadScore("error", reason)
-        raise EngineLost(f"vLLM's process has died ({reason}); see run.log")
+        raise ProcessLost(f"vLLM's process has died ({reason}); see run.log")
 
 
 @asynccontextmanager

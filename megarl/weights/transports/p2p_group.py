@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from megarl.errors import ProcessLost
 from megarl.system.files import in_thread
 from megarl.weights.transports.base import GIVEN_UP, Aborted, Watch, wait_until
 
@@ -129,7 +130,7 @@ def _nccl_group(store: Store, rank: int, size: int, device: torch.device) -> Any
     """Make a group and its communicator, in a thread; blocks until all ranks take part."""
     torch.cuda.set_device(device)  # the current device is per thread
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=NO_TIMEOUT_S)
+    options._timeout = timedelta(days=1)  # `watch` limits a message
     before = {name: os.environ.pop(name, None) for name in WATCHDOG_OFF}
     os.environ.update(WATCHDOG_OFF)
     try:
@@ -143,16 +144,17 @@ def _nccl_group(store: Store, rank: int, size: int, device: torch.device) -> Any
     return group
 
 
-NO_TIMEOUT_S, ABORT_TIMEOUT_S = 86400.0, 10.0
-"""Of a message, which `watch` limits instead; of NCCL's end of a communicator."""
+ABORT_TIMEOUT_S = 10.0
+"""Of NCCL's end of a communicator."""
 
 
-class PeerGone(RuntimeError):
-    """The connection to another rank has ended, though nobody aborted the attempt."""
+Peer = tuple[str, tuple[int, ...]]
+"""A rank of a group: its name, and the number of the engine that is lost with it, if any."""
 
-    def __init__(self, peer: int, message: str) -> None:
-        super().__init__(message)
-        self.peer = peer
+
+def _lost(peer: Peer, error: RuntimeError) -> ProcessLost:
+    name, engines = peer
+    return ProcessLost(f"{name} is gone: {short(error)}", engines)
 
 
 class InFlight:
@@ -161,30 +163,30 @@ class InFlight:
     """
 
     def __init__(
-        self, works: Mapping[int, dist.Work], memory: torch.Tensor, names: Sequence[str]
+        self, works: Mapping[int, dist.Work], memory: torch.Tensor, peers: Sequence[Peer]
     ) -> None:
         """`works`: {rank in the group: torch's work}. `memory`: has the messages' buffers."""
-        self._works, self._memory, self._names, self._on_gpu = works, memory, names, memory.is_cuda
+        self._works, self._memory, self._peers, self._on_gpu = works, memory, peers, memory.is_cuda
         self._is_cancelled = False
         self.ended = in_thread("weights: messages", self._wait)
         """Future, done when all messages have ended."""
 
     def _wait(self) -> None:
-        """Raises `PeerGone`."""
+        """Raises `ProcessLost`."""
         for peer, work in self._works.items():
             try:
                 while self._on_gpu and not self._is_cancelled and not work.is_completed():
                     time.sleep(2e-4)
                 if not self._on_gpu:
-                    work.wait(timedelta(seconds=NO_TIMEOUT_S))
+                    work.wait(timedelta(days=1))
                 elif (error := work.exception()) is not None:  # NCCL's count as completed too
                     raise RuntimeError(str(error))
             except RuntimeError as error:
-                raise PeerGone(peer, f"{self._names[peer]} is gone: {short(error)}") from error
+                raise _lost(self._peers[peer], error) from error
 
     def check(self) -> None:
-        """Raise `PeerGone` if a message failed; blocks until `ended`. On a GPU, later work of the
-        current stream runs after the messages.
+        """Raise `ProcessLost` if a message failed; blocks until `ended`. On a GPU, later work of
+        the current stream runs after the messages.
         """
         self.ended.result()
         for work in self._works.values() if self._on_gpu else ():
@@ -207,35 +209,43 @@ class P2PGroup:
     """Membership in a gloo or NCCL group, which can be left and joined anew."""
 
     def __init__(
-        self, meeting: Rendezvous, rank: int, names: Sequence[str], device: torch.device
+        self, meeting: Rendezvous, rank: int, peers: Sequence[Peer], device: torch.device
     ) -> None:
-        """`device`: CPU for gloo, a GPU for NCCL."""
-        self._meeting, self._rank, self._names, self._device = meeting, rank, names, device
+        """`peers`: of the whole group. `device`: CPU for gloo, a GPU for NCCL."""
+        self._meeting, self._rank, self._peers, self._device = meeting, rank, peers, device
         self._number, self._group = 0, None
         self._in_flight: dict[int, InFlight] = {}
         """{tag: transfer that nobody has waited for}."""
 
     def join(self, watch: Watch) -> None:
-        """Join the present attempt's group. Collective over the group. Raises `Aborted`."""
+        """Join the present attempt's group. Collective over the group. Raises `Aborted`, or
+        `ProcessLost` of a rank that has not come.
+        """
         meeting = self._meeting
         if meeting.group == self._number:
             return
         self.leave()
         meeting.store.set(f"joined/{meeting.group}/{self._rank}", "")
-        everybody = [f"joined/{meeting.group}/{rank}" for rank in range(len(self._names))]
+        everybody = [f"joined/{meeting.group}/{rank}" for rank in range(len(self._peers))]
         meeting.until(lambda: meeting.store.check(everybody), watch, meeting.poll_s / 2)
         # A connection of its own: while a thread waits for a key, others cannot ask on it.
         store = PrefixStore(f"group/{meeting.group}", meeting.store.clone())  # pyright: ignore[reportAttributeAccessIssue]
+        # Trainer ranks give up first: they know which engine to replace.
+        limit_s = (2 if self._peers[self._rank][1] else 1) * CONNECT_TIMEOUT_S
         creating = in_thread(
             "weights: group",
-            lambda: _group(store, self._rank, len(everybody), meeting.host, self._device),
+            lambda: _group(store, self._rank, len(everybody), meeting.host, self._device, limit_s),
         )
         meeting.until(creating.done, watch)
-        self._group, self._number = creating.result(), meeting.group
+        try:
+            self._group, self._number = creating.result(), meeting.group
+        except dist.DistStoreError as error:  # "wait timeout ..., keys: /group/1/0/3": of rank 3
+            peer = self._peers[int(short(error).rpartition("/")[2])]
+            raise self._explained(_lost(peer, error)) from error
 
     def send(self, messages: Mapping[int, torch.Tensor], memory: torch.Tensor, tag: int) -> None:
         """Start to send {rank: flat tensor}, parts of `memory`, not to be changed until
-        `wait(tag)`. Raises `PeerGone` or `Aborted`.
+        `wait(tag)`. Raises `ProcessLost` or `Aborted`.
         """
         assert self._group is not None
         self._start(self._group.send, messages, memory, tag)
@@ -246,13 +256,13 @@ class P2PGroup:
         self._start(self._group.recv, messages, memory, tag)
 
     def wait(self, tag: int, watch: Watch) -> None:
-        """Wait for the messages with this tag, if there are any. Raises `PeerGone` or `Aborted`."""
+        """Wait for the messages with this tag, if any. Raises `ProcessLost` or `Aborted`."""
         if tag not in self._in_flight:
             return
         self._meeting.until(self._in_flight[tag].ended.done, watch)
         try:
             self._in_flight[tag].check()
-        except PeerGone as error:
+        except ProcessLost as error:
             raise self._explained(error) from error
         del self._in_flight[tag]
 
@@ -273,23 +283,24 @@ class P2PGroup:
                 works[peer] = operation([flat], peer, tag)
         except RuntimeError as error:  # the connection was already lost
             peer = next(peer for peer in messages if peer not in works)
-            gone = PeerGone(peer, f"{self._names[peer]} is gone: {short(error)}")
-            raise self._explained(gone) from error
+            raise self._explained(_lost(self._peers[peer], error)) from error
         finally:
-            self._in_flight[tag] = InFlight(works, memory, self._names)
+            self._in_flight[tag] = InFlight(works, memory, self._peers)
 
-    def _explained(self, error: PeerGone) -> RuntimeError:
+    def _explained(self, error: ProcessLost) -> RuntimeError:
         return Aborted(GIVEN_UP) if self._meeting.is_aborted() else error
 
 
-def _group(store: Store, rank: int, size: int, host: str, device: torch.device) -> Any:
+def _group(
+    store: Store, rank: int, size: int, host: str, device: torch.device, limit_s: float
+) -> Any:
     """NCCL where `device` is a GPU, else gloo. Collective over the group. `host`: by the way to it
     gloo chooses its network interface.
     """
     if device.type == "cuda":
         return _nccl_group(store, rank, size, device)
     options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-    options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
+    options._timeout = timedelta(seconds=limit_s)
     name = os.environ.get("GLOO_SOCKET_IFNAME", "")
     # "lo" is for other groups, of the ranks of one host: these may be on several.
     by_name = name not in ("", "lo")

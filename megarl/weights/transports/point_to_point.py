@@ -8,14 +8,12 @@ At most two buckets are in flight: gloo transfers a message only once it is aske
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from megarl.errors import EngineLost
 from megarl.parallel.collectives import broadcast_object, gather_objects
 from megarl.parallel.mesh import Axis
 from megarl.parallel.reshard.buckets import Bucket
@@ -24,7 +22,7 @@ from megarl.weights.route import Route, RouteSpec
 from megarl.weights.transports import base
 from megarl.weights.transports.p2p_group import (
     P2PGroup,
-    PeerGone,
+    Peer,
     Rendezvous,
     group_device,
     network_place,
@@ -35,12 +33,13 @@ SLOTS = 2
 """Buckets in flight."""
 
 
-def _names(spec: RouteSpec) -> list[str]:
+def _peers(spec: RouteSpec) -> list[Peer]:
     """Trainer ranks first, then those of each engine."""
-    names = [f"trainer rank {rank}" for rank in range(spec.layout.size)]
+    peers: list[Peer] = [(f"trainer rank {rank}", ()) for rank in range(spec.layout.size)]
     for engine in range(spec.engines):
-        names += [f"rank {rank} of engine {engine}" for rank in range(spec.engine_tensor)]
-    return names
+        ranks = range(spec.engine_tensor)
+        peers += [(f"rank {rank} of engine {engine}", (engine,)) for rank in ranks]
+    return peers
 
 
 class Sender(base.Sender):
@@ -52,16 +51,16 @@ class Sender(base.Sender):
         """Collective over `axis`."""
         self._route, self._axis, spec = route, axis, route.spec
         device = torch.device("cpu") if spec.shares_gpus else group_device()
-        names, address = _names(spec), ("", 0)
+        peers, address = _peers(spec), ("", 0)
         hosts = set(gather_objects(network_place(), axis))
         if axis.rank == 0:
             host = "127.0.0.1" if spec.one_host and len(hosts) == 1 else own_address()
-            self._meeting = Rendezvous(host, 0, len(names))
+            self._meeting = Rendezvous(host, 0, len(peers))
             address = host, self._meeting.port
         address = broadcast_object(address, axis)
         if axis.rank > 0:
-            self._meeting = Rendezvous(*address, len(names))
-        self._group = P2PGroup(self._meeting, axis.rank, names, device)
+            self._meeting = Rendezvous(*address, len(peers))
+        self._group = P2PGroup(self._meeting, axis.rank, peers, device)
         self._messages = base.outgoing(route)
         self._memory = torch.empty(
             SLOTS, base.longest(self._messages), dtype=route.dtype, device=device
@@ -83,16 +82,15 @@ class Sender(base.Sender):
 
     def reserve(self, bucket: Bucket, watch: base.Watch) -> list[tuple[Copy, torch.Tensor]]:
         """Waits for the bucket that used the same buffer and, first, for all engine ranks. Raises
-        `EngineLost`.
+        `ProcessLost`.
         """
         if bucket.number == 0:
             self._group.join(watch)
-        with self._naming_engine():
-            self._group.wait(bucket.number - SLOTS, watch)
+        self._group.wait(bucket.number - SLOTS, watch)
         return base.reserved(self._messages[bucket.number], self._memory[bucket.number % SLOTS])
 
     def commit(self, bucket: Bucket, watch: base.Watch) -> None:
-        """Raises `EngineLost` if the connection to an engine ended."""
+        """Raises `ProcessLost` if the connection to an engine ended."""
         spec, memory = self._route.spec, self._memory[bucket.number % SLOTS]
         flats = base.flats(self._messages[bucket.number], memory)
         messages = {
@@ -100,11 +98,10 @@ class Sender(base.Sender):
             for engine in range(spec.engines)
             for rank, flat in flats.items()
         }
-        with self._naming_engine():
-            self._group.send(messages, memory, bucket.number)
-            if self._route.is_last(bucket):
-                for number in range(bucket.number + 1 - SLOTS, bucket.number + 1):
-                    self._group.wait(number, watch)
+        self._group.send(messages, memory, bucket.number)
+        if self._route.is_last(bucket):
+            for number in range(bucket.number + 1 - SLOTS, bucket.number + 1):
+                self._group.wait(number, watch)
 
     def abort(self) -> None:
         self._meeting.abort()
@@ -117,15 +114,6 @@ class Sender(base.Sender):
 
     def close(self) -> None:
         self._group.leave()
-
-    @contextlib.contextmanager
-    def _naming_engine(self) -> Iterator[None]:
-        """Raise `EngineLost` where a peer is gone."""
-        try:
-            yield
-        except PeerGone as error:
-            engine = (error.peer - self._axis.size) // self._route.spec.engine_tensor
-            raise EngineLost(str(error), (engine,)) from error
 
 
 class Receiver:
@@ -141,11 +129,11 @@ class Receiver:
                 "the trainer is on GPUs and this engine is not: weight_sync.transport"
                 " point_to_point needs both or neither"
             )
-        names, self._name = _names(route.spec), f"{engine}/{rank}"
+        spec, peers, self._name = route.spec, _peers(route.spec), f"{engine}/{rank}"
         self._route, self._messages = route, base.incoming(route)
-        self._meeting = Rendezvous(init_info["host"], init_info["port"], len(names))
-        number = names.index(f"rank {rank} of engine {engine}")
-        self._group = P2PGroup(self._meeting, number, names, device)
+        self._meeting = Rendezvous(init_info["host"], init_info["port"], len(peers))
+        number = spec.layout.size + engine * spec.engine_tensor + rank
+        self._group = P2PGroup(self._meeting, number, peers, device)
         self._memory = torch.empty(base.longest(self._messages), dtype=route.dtype, device=device)
         self._block = torch.empty(route.largest_bytes, dtype=torch.uint8, device=device)
         self._next_report = 0.0

@@ -1,6 +1,6 @@
-"""Checks of settings of `task: rl` and `task: distill` that do not fit each other."""
-
-from __future__ import annotations
+"""The recipe of `task: rl`, on which `task: distill` builds, and its settings that do not fit each
+other.
+"""
 
 import difflib
 import glob
@@ -9,23 +9,178 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any, Literal
 
-from megarl.settings.objectives import COMPARING
-from megarl.settings.observe import DISTILLATION_METRICS, EVALUATION_METRICS, STEP_METRICS
-from megarl.settings.schema import require
+from megarl.settings.data import PromptsConfig
+from megarl.settings.environments import EnvironmentConfig
+from megarl.settings.limits import MOST_STEPS
+from megarl.settings.objectives import (
+    COMPARING,
+    WITH_GREEDY_BASELINE,
+    ZERO_IF_EQUAL,
+    AlgorithmConfig,
+)
+from megarl.settings.observe import (
+    DISTILLATION_METRICS,
+    EVALUATION_METRICS,
+    STEP_METRICS,
+    EarlyStopConfig,
+    ObserveConfig,
+    ReplayConfig,
+)
+from megarl.settings.recipe_paths import PathText
+from megarl.settings.rollout import RolloutConfig
+from megarl.settings.schema import FILE, Config, Excludes, Of, Range, is_own, require, section
+from megarl.settings.training import (
+    AnyRunConfig,
+    CriticConfig,
+    ModelConfig,
+    ReferenceRoleConfig,
+    RewardModelRoleConfig,
+    RoleConfig,
+    TrainedModel,
+    TrainingConfig,
+)
+from megarl.settings.weight_sync import WeightSyncConfig
 
-if TYPE_CHECKING:
-    from megarl.settings.config import RunConfig, SupervisedConfig
-    from megarl.settings.data import PromptsConfig
-    from megarl.settings.environments import EnvironmentConfig
+
+class EvaluationConfig(Config):
+    """Evaluation on held-out problems before, during and after training, by the run's verifier."""
+
+    prompts: PromptsConfig = section(PromptsConfig, shuffle=False)
+    """Source of the problems, which are all asked, in any order; empty: no evaluation."""
+    every: Annotated[int, Range(0, MOST_STEPS)] = 0
+    """Steps between evaluations; 0: only before the first and after the last step."""
+    temperature: Annotated[float, Range(0.01, 2.0, or_zero=True)] = 0.0
+    """Sampling temperature; 0 is greedy."""
+    sampled_too: bool = False
+    """Also draw one sample of each problem at the rollout temperature."""
+    samples: Annotated[int, Range(1, 10_000)] = 1
+    """Of `megarl eval`: samples of each problem at the rollout temperature, for avg@n, pass@k and
+    maj@n; 1: none, unless `sampled_too` is set."""
+    models: tuple[PathText, ...] = ()
+    """Of `megarl eval`: model folders or hub names, one after another; empty: `model.path`."""
+    sources: tuple[PathText, ...] = ()
+    """Of `megarl eval`: further data sets, read as `prompts` is."""
+
+
+class SampleConfig(Config):
+    """Settings of `megarl sample`, which writes generated responses to a data file."""
+
+    samples: Annotated[int, Range(1, 10_000)] = 8
+    """Responses to each of `prompts`, at `rollout.temperature`."""
+    keep: Literal["best", "all", "pairs"] = "best"
+    """Of each prompt: `best`, the response with the highest reward; `all`, every response, with its
+    reward; `pairs`, the best and the worst, if their rewards differ. Empty responses are left out,
+    and cut off ones but as the worst."""
+    min_reward: Annotated[float | None, Range(-1e9, 1e9)] = None
+    """Leave out responses with less reward; of `pairs` only the chosen one must have it."""
+    shown: Annotated[int, Range(1, 10_000)] = 4
+    """Of `megarl rollout`: number of printed rollouts, each of another prompt."""
+
+
+OF_ONE_SOURCE = Excludes("prompts.sources", "with which a run has steps")
+OF_KL = Of("algorithm.kl.coefficient")
+
+
+class RunConfig(AnyRunConfig):
+    """The recipe of `task: rl`, also read by `eval` and `sample`: the policy's responses to prompts
+    are scored, and it is trained on the rewards.
+    """
+
+    task: Literal["rl"] = "rl"
+    epochs: Annotated[float | None, Range(1e-6, 1e6), OF_ONE_SOURCE] = None
+    """Passes over the prompts, instead of `steps`: epochs x prompts / `rollout.groups_per_step`,
+    rounded up; not for `prompts.sources`. Groups that dynamic sampling rejects do not count."""
+    model: TrainedModel = section(ModelConfig)
+    reference: Annotated[ReferenceRoleConfig, OF_KL] = section(ReferenceRoleConfig)
+    """The frozen model of the KL penalty (`algorithm.kl`)."""
+    critic: Annotated[CriticConfig, Of("algorithm.advantage", "gae")] = section(CriticConfig)
+    """The value model of `algorithm.advantage: gae`."""
+    critics: Annotated[dict[str, CriticConfig], Of("algorithm.advantage", FILE)] = {}
+    """{name: value model} for an advantage of your own, which gets the values of each."""
+    reward_models: dict[str, RewardModelRoleConfig] = {}
+    """{name: reward model}; each adds weight x score to the environment's reward. Where the
+    environment is only to say what is correct, set `environment.correct` and `wrong` to 0; where
+    nothing is, `environment.verifier: none`."""
+    prompts: PromptsConfig = section(PromptsConfig)
+    environment: EnvironmentConfig = section(EnvironmentConfig)
+    rollout: RolloutConfig = section(RolloutConfig)
+    algorithm: AlgorithmConfig = section(AlgorithmConfig)
+    training: TrainingConfig = section(TrainingConfig)
+    weight_sync: WeightSyncConfig = section(WeightSyncConfig)
+    evaluation: EvaluationConfig = section(EvaluationConfig)
+    sample: SampleConfig = section(SampleConfig)
+    replay: ReplayConfig = section(ReplayConfig)
+    early_stop: EarlyStopConfig = section(EarlyStopConfig)
+    observe: ObserveConfig = section(ObserveConfig)
+
+    def check(self) -> None:
+        check_run_settings(self, longest_request(self))
+
+    @property
+    def group_filter(self) -> str:
+        """Which groups are trained on, "differing" rewards or "all": `rollout.filter`, by default
+        "differing" for an advantage that compares the rollouts of a group.
+        """
+        usual = "differing" if self.algorithm.advantage in COMPARING else "all"
+        return self.rollout.filter or usual
+
+    @property
+    def skips_equal_groups(self) -> bool:
+        """Whether groups of equal rewards are not even computed, as the gradient is the same
+        without them.
+        """
+        algorithm = self.algorithm
+        return (
+            algorithm.advantage in ZERO_IF_EQUAL
+            and algorithm.credit == "response"
+            and algorithm.kl.coefficient == 0
+            and algorithm.entropy_coefficient == 0
+            and not is_own(algorithm.loss)  # which may have a gradient there
+            and not is_own(algorithm.method)
+            and not self.reward_models  # which change the rewards afterwards
+        )
+
+    @property
+    def greedy_baseline(self) -> bool:
+        """Whether each prompt also gets a greedy response, as a baseline (ReMax)."""
+        return self.algorithm.advantage in WITH_GREEDY_BASELINE
+
+    @property
+    def all_critics(self) -> dict[str, CriticConfig]:
+        """{section, "critic" or "critics.NAME": settings} of the critics that the run uses."""
+        critics = {"critic": self.critic} if self.algorithm.advantage == "gae" else {}
+        return critics | {f"critics.{name}": critic for name, critic in self.critics.items()}
+
+    @property
+    def other_roles(self) -> dict[str, RoleConfig]:
+        """{section, such as "reference": settings} of the models beside the policy that the run
+        uses.
+        """
+        roles: dict[str, RoleConfig] = {}
+        if self.algorithm.kl.coefficient > 0:
+            roles["reference"] = self.reference
+        roles |= self.all_critics
+        return roles | {f"reward_models.{name}": role for name, role in self.reward_models.items()}
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps at the start of the run in which only the critics learn."""
+        return max((critic.warmup_steps for critic in self.all_critics.values()), default=0)
+
+
+def longest_request(config: RunConfig) -> int:
+    """Most tokens of a prompt, held-out ones included, and its response together."""
+    held_out = config.evaluation.prompts
+    prompt = max(
+        config.prompts.max_prompt_tokens, held_out.max_prompt_tokens if held_out.names_data else 0
+    )
+    return prompt + config.rollout.max_new_tokens
 
 
 CODE = (".py", ".sh")
 """Suffixes of files that are no data, where a pattern matches them."""
-TELL_S = 60.0
-"""Seconds by which rank 0 gives up before the ranks that wait for it, whose error would not name
-the engine."""
 
 
 def check_run_settings(config: RunConfig, longest: int) -> None:
@@ -69,11 +224,13 @@ def check_engines(config: RunConfig, longest: int) -> None:
     or be replaced, or for a step of an engine with fewer tokens than sequences.
     """
     start_s, wait_s = config.rollout.engine.start_timeout_s, config.training.collective_timeout_s
+    # Rank 0 gives up before the ranks that wait for it, whose error would not name the engine.
+    least_s = start_s + 60.0
     require(
-        wait_s >= start_s + TELL_S,
+        wait_s >= least_s,
         f"training.collective_timeout_s is {wait_s:g}, but the ranks wait for engines that may"
         f" take rollout.engine.start_timeout_s = {start_s:g}, and for rank 0 to say so; set the"
-        f" one to {start_s + TELL_S:g} or more, or lower the other",
+        f" one to {least_s:g} or more, or lower the other",
     )
     # Connecting, receiving, settling; or for rank 0 alone: loading adapters, probing with and
     # without them, admission.
@@ -130,11 +287,11 @@ def check_tool_variables(config: RunConfig) -> None:
 
 def check_agent_prompts(config: RunConfig) -> None:
     """Raise `ValueError` if an agent, which writes its own messages, would get rendered prompts."""
-    for section, prompts in sources(config) if config.environment.agent.is_used else ():
+    for place, prompts in sources(config) if config.environment.agent.is_used else ():
         require(
             prompts.template == "none" or not prompts.names_data,
-            f"{section}.template is '{prompts.template}', but the agent (environment.agent) sends"
-            f" its own messages, and the gateway renders them; set {section}.template to 'none'",
+            f"{place}.template is '{prompts.template}', but the agent (environment.agent) sends"
+            f" its own messages, and the gateway renders them; set {place}.template to 'none'",
         )
 
 
@@ -143,9 +300,9 @@ def sources(config: RunConfig) -> Iterator[tuple[str, PromptsConfig]]:
     "prompts.sources[0]", "evaluation.prompts" and so on.
     """
     held_out = config.evaluation.prompts
-    for section, prompts in (("prompts", config.prompts), ("evaluation.prompts", held_out)):
+    for place, prompts in (("prompts", config.prompts), ("evaluation.prompts", held_out)):
         for number, source in enumerate(prompts.parts):
-            yield f"{section}.sources[{number}]" if prompts.sources else section, source
+            yield f"{place}.sources[{number}]" if prompts.sources else place, source
 
 
 def with_hidden(config: RunConfig) -> EnvironmentConfig:
@@ -184,10 +341,10 @@ def check_answers(config: RunConfig) -> None:
             f" --{where}.answer_after=), or set another verifier",
         )
         built_in = " and ".join(environment.compares_answers)
-        for section, prompts in () if environment.may_score_itself else sources(config):
+        for place, prompts in () if environment.may_score_itself else sources(config):
             require(
                 prompts.answer_column or not built_in or (name and prompts.environment != name),
-                f"{section}.answer_column is empty, but the verifier {built_in} compares with the"
+                f"{place}.answer_column is empty, but the verifier {built_in} compares with the"
                 f" answer; set the column of the answers, or {where}.verifier to a function that"
                 " needs none",
             )
@@ -235,8 +392,8 @@ def check_early_stop(config: RunConfig) -> None:
     known = [*STEP_METRICS, *DISTILLATION_METRICS]
     known += [prefix + name for prefix in ("eval/", "eval_sampled/") for name in EVALUATION_METRICS]
     known += [
-        name.replace("critic/", f"{section}/")
-        for section in config.all_critics
+        name.replace("critic/", f"{place}/")
+        for place in config.all_critics
         for name in STEP_METRICS
         if name.startswith("critic/")
     ]
@@ -277,17 +434,17 @@ HELD_OUT = {
 LESS_IS_BETTER = ("/loss", "/kl", "/failures", "/truncated_share")
 
 
-def check_best(config: RunConfig | SupervisedConfig) -> None:
+def check_best(config: Any) -> None:
     """Raise `ValueError` if `training.checkpoint.best` is no metric of the run's evaluations, one
     of which less is better without min:, or if no checkpoint but the last is evaluated.
     """
     if not (best := config.training.checkpoint.best):
         return
-    evaluation: Any = config.evaluation
-    section = next(name for name in HELD_OUT if hasattr(evaluation, name))
-    is_rl, held_out = section == "prompts", getattr(evaluation, section)
+    evaluation = config.evaluation
+    place = next(name for name in HELD_OUT if hasattr(evaluation, name))
+    is_rl, held_out = place == "prompts", getattr(evaluation, place)
     kinds = ("eval/", "eval_sampled/") if is_rl and evaluation.sampled_too else ("eval/",)
-    known = [prefix + name for prefix in kinds for name in HELD_OUT[section]]
+    known = [prefix + name for prefix in kinds for name in HELD_OUT[place]]
     known += ["eval/kl"] if getattr(getattr(config, "loss", None), "method", "") == "kto" else []
     metric, own = best.removeprefix("min:"), "|".join(kinds)
     close = difflib.get_close_matches(metric, known, n=1)
@@ -299,7 +456,7 @@ def check_best(config: RunConfig | SupervisedConfig) -> None:
     )
     require(
         evaluation.every > 0 and (held_out.source or getattr(held_out, "sources", ())),
-        f"training.checkpoint.best is {best!r}, but evaluation.every or evaluation.{section}.source"
+        f"training.checkpoint.best is {best!r}, but evaluation.every or evaluation.{place}.source"
         " is not set, so that no checkpoint but the last is evaluated; set both, or leave it out",
     )
     require(
@@ -326,11 +483,11 @@ def check_reward_settings(config: RunConfig) -> None:
     no identifier.
     """
     environment, models = config.environment, config.reward_models
-    for section, named in (("reward_models", models), ("critics", config.critics)):
+    for place, named in (("reward_models", models), ("critics", config.critics)):
         wrong = [name for name in named if not name.isidentifier() or len(name) > 64]
         require(
             not wrong,
-            f"{section} has a model named {wrong}; set a name of at most 64 letters, digits and _",
+            f"{place} has a model named {wrong}; set a name of at most 64 letters, digits and _",
         )
     if models:
         require(
