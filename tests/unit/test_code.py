@@ -554,7 +554,7 @@ def test_every_row_is_looked_at_before_a_run(capfd: pytest.CaptureFixture[str]) 
     check_rows(EnvironmentConfig(), rows, "prompts")  # another verifier
     say_protection(config)
     say_protection(EnvironmentConfig())
-    assert capfd.readouterr().err.count("programs run in Linux namespaces") == 1
+    assert capfd.readouterr().err.count("programs run under Landlock and seccomp") == 1
     assert next(check_sandbox()).status == "ok"
 
 

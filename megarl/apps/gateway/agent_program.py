@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.environments.descendants import END_WITHIN_S
+from megarl.environments.descendants import end_overseen
 from megarl.environments.isolation import has_filters, landlock_version
 from megarl.environments.session import Answer
 from megarl.settings.schema import require
@@ -45,14 +45,14 @@ from megarl.environments.isolation import cover, enter_own_domain, filter_calls,
 parent, port, folder, *command = sys.argv[2:]
 def begin():
     if port == "0":
-        enter_own_domain(mounts=False)
+        enter_own_domain()
     elif port != "none":
         with open(folder + "/hidden.json") as file:
             hidden = json.load(file)
         os.remove(file.name)
         cover(hidden, folder)
         os.chdir(folder + "/work")
-        enter_own_domain(mounts=False, connects=int(port), folder=folder, hidden=hidden)
+        enter_own_domain(connects=int(port), folder=folder, hidden=hidden)
     if port != "none" and has_filters():
         filter_calls(alone=port != "0")
     os.execvp(command[0], command)
@@ -180,7 +180,7 @@ async def run_agent_program(
         finally:
             for task in reading:
                 task.cancel()
-            await asyncio.to_thread(_end, process)
+            await asyncio.to_thread(end_overseen, process)
     finally:
         # Of millions of files the rest is removed while the rollout goes on.
         removed = in_thread("removal", functools.partial(remove_folder, folder))
@@ -233,13 +233,3 @@ async def _last(stream: Any, most: int) -> bytes:
     finally:
         transport.close()
     return kept
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process above an agent, which first ends the agent and all that it has started."""
-    process.terminate()
-    try:
-        process.wait(END_WITHIN_S + CLOSE_WITHIN_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

@@ -33,8 +33,8 @@ READ_WITHIN_S = 5.0
 are looked at."""
 SHOWN_ROWS = 5
 HOLDS = {
-    "namespaces": "programs run in Linux namespaces: no network, a read-only view of the"
-    " interpreter, no privileges, limits on time, memory, processes, files and output",
+    "auto": "programs run under Landlock and seccomp: no network, only the interpreter to read,"
+    " limits on time, memory, processes, files and output",
     "rlimits": "programs run under limits only: they can read files and use the network",
     "none": "programs run without protection but limits on time and output",
 }
@@ -124,16 +124,15 @@ def _passes(
 
 
 def say_protection(config: EnvironmentConfig) -> None:
-    """Print on rank 0 how programs of the verifier `code` are isolated on this machine: by Linux
-    namespaces, by resource limits alone, or not at all. Starts a sandbox to find out, and ends it.
-    Raises `ValueError` if this machine refuses the isolation that the recipe asks for.
+    """Print on rank 0 how programs of the verifier `code` are isolated on this machine, for which a
+    sandbox is started and ended. Raises `ValueError` if this machine refuses the isolation that the
+    recipe asks for.
     """
     for name, settings in config.programs.items():
         if launcher.rank() == 0:
-            sandbox = Sandbox(settings)
-            sandbox.close()
+            Sandbox(settings).close()
             where = f"environment.mixture.{name}.code" if name else "environment.code"
-            console.say(f"{where}: {HOLDS[sandbox.protection]}")
+            console.say(f"{where}: {HOLDS[settings.sandbox]}")
 
 
 def check_rows(config: EnvironmentConfig, prompts: Iterable[Prompt], setting: str) -> None:
