@@ -409,7 +409,7 @@ from megarl.settings.code import CodeConfig
 from megarl.apps.verifiers.code.sandbox import Sandbox
 sandbox = Sandbox(CodeConfig(time_limit_s=60.0))
 print(sandbox._process.pid, flush=True)
-sandbox.run("stdin", "import os, time\\nos.fork()\\nos.fork()\\nos.setsid() if os.getpid() > 3 else 0\\ntime.sleep(50)", [""], total_s=60.0)
+sandbox.run("stdin", "import os, time\\nos.fork() or os.setsid()\\nos.fork()\\ntime.sleep(50)", [""], total_s=60.0)
 """
     with started(script) as (_, said):
         server = psutil.Process(int(said))
