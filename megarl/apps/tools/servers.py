@@ -204,7 +204,7 @@ class ToolServer:
         except Exception as error:
             code = getattr(error, "code", 0)
             is_gone = isinstance(error, BrokenResourceError | ClosedResourceError)
-            if is_gone or (code == CONNECTION_CLOSED and not is_remote(self._command)):
+            if is_gone or code == CONNECTION_CLOSED:
                 self._end_session()
             elif not is_remote(self._command) or code not in NO_ANSWER:
                 raise CallError(f"{type(error).__name__}: {error}") from None
