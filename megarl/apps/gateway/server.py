@@ -1,5 +1,5 @@
-"""The HTTP server that agents call: OpenAI's chat completions, completions and responses, and
-Anthropic's messages.
+"""The HTTP server that agents call: OpenAI's chat completions and responses, and Anthropic's
+messages.
 
     request --form--> AgentCall --queue of its session--> choices --form--> response, or its events
 
@@ -33,28 +33,20 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from vllm.exceptions import VLLMValidationError
 
 from megarl.apps.gateway.calls import AgentCall, ApiError
-from megarl.apps.gateway.forms import Asked, ChatCompletions, Completions, Event, Form, unsupported
+from megarl.apps.gateway.forms import Asked, ChatCompletions, Event, Form, unsupported
 from megarl.apps.gateway.other_forms import CountTokens, Messages, Responses
-from megarl.apps.tools.forked import TookTooLong, in_copy
 from megarl.apps.tools.markup import TurnMarkup
+from megarl.environments.codec import Codec
 from megarl.settings.agents import AgentConfig
 
-FORMS: tuple[Form, ...] = (
-    *(ChatCompletions(), Completions(), Responses()),
-    *(CountTokens(), Messages()),
-)
+FORMS: tuple[Form, ...] = (ChatCompletions(), Responses(), CountTokens(), Messages())
 """The APIs that the gateway speaks."""
 MOST_BYTES = 2**22
 """Longest request."""
-MOST_ITEMS = 20_000
+MOST_ITEMS = 5_000
 """Most items in all lists of a request: messages, parts of contents, tools."""
 MOST_OPEN = 256
 """Calls of one rollout that may be open at the same time."""
-LIGHT_ITEMS, LIGHT_RESPONSES = 500, 50
-"""Most items of a request that is read in a thread; of one to /v1/responses. Wrong ones take vLLM's
-classes 0.05 and 1 ms each, all of them in one piece with Python's lock."""
-LIGHT_MARKS = 100_000
-"""Most brackets, commas and colons of one whose JSON is read in a thread; 10 ms in one piece."""
 BEGIN_S, ALIVE_S = 0.1, 0.4
 """Seconds after which a streamed response begins, whose errors had a status of their own until
 then, and between the comments which show a client that it goes on."""
@@ -80,11 +72,12 @@ class Agents(Protocol):
     markup: TurnMarkup
 
     @property
+    def codec(self) -> Codec: ...
+
+    @property
     def sessions(self) -> Mapping[str, OpenRollout]: ...
 
     async def beside(self, function: Callable[..., Any], *arguments: Any) -> Any: ...
-
-    def encode(self, text: str, most: int) -> list[int]: ...
 
 
 class _Server(uvicorn.Server):
@@ -257,14 +250,7 @@ class Gateway:
             body += chunk
             if len(body) > MOST_BYTES:
                 raise ApiError(f"the request has more than {MOST_BYTES:,} bytes", status=413)
-        if sum(body.count(mark) for mark in b"[{,:") <= LIGHT_MARKS:
-            with contextlib.suppress(_Heavy):
-                light = LIGHT_RESPONSES if isinstance(form, Responses) else LIGHT_ITEMS
-                return await self._kit.beside(_read, form, body, light)
-        try:
-            return await in_copy(_read, form, body, MOST_ITEMS)
-        except TookTooLong as error:
-            raise ApiError(f"the request cannot be read: {error}; shorten it", status=413) from None
+        return await self._kit.beside(_read, form, body)
 
     def _tell(self, left_out: Sequence[str]) -> None:
         """Tell the user, once for each, of types of tools that the model is not shown."""
@@ -287,7 +273,7 @@ class Gateway:
         """The tokens of a conversation as the chat template writes it."""
         try:
             text = self._kit.markup.whole(call.chat, call.tools)
-            return len(self._kit.encode(text, self._kit.settings.context_tokens))
+            return len(self._kit.codec.encode(text))
         except ValueError as error:
             raise ApiError(str(error), param="messages") from None
 
@@ -342,10 +328,6 @@ class _Endpoint:
         await self.gateway.answer(self.form, Request(scope, receive), send)
 
 
-class _Heavy(Exception):
-    """Raised for a request that is to be read in a process of its own."""
-
-
 async def _start_stream(send: Send) -> None:
     head = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
     await send({"type": "http.response.start", "status": 200, "headers": head})
@@ -372,10 +354,8 @@ def _json(data: dict[str, Any], status: int = 200) -> Response:
     return Response(json.dumps(data), status, media_type="application/json")
 
 
-def _read(form: Form, body: bytes | bytearray, most_items: int = MOST_ITEMS) -> Asked:
-    """The request `body`. Raises `ApiError` for whatever is wrong with it, and `_Heavy` for one of
-    more than `most_items` items in lists where `MOST_ITEMS` are allowed.
-    """
+def _read(form: Form, body: bytes | bytearray) -> Asked:
+    """The request `body`. Raises `ApiError` for whatever is wrong with it."""
     try:
         tree = json.loads(body, parse_constant=_finite, parse_float=_finite)
         if b"\\u" in body:  # half of a surrogate pair is no text for a tokenizer
@@ -384,9 +364,7 @@ def _read(form: Form, body: bytes | bytearray, most_items: int = MOST_ITEMS) -> 
         raise ApiError(f"the request is no JSON: {error}") from None
     if not isinstance(tree, dict):
         raise ApiError("the request is no JSON object; send one with `model`")
-    if (items := _items(tree)) > most_items and most_items < MOST_ITEMS:
-        raise _Heavy
-    if items > MOST_ITEMS:  # each may be told about by several errors
+    if _items(tree) > MOST_ITEMS:  # each may be told about by several errors
         raise ApiError(f"the request has more than {MOST_ITEMS:,} items in lists", status=413)
     try:
         asked = form.read(tree)
@@ -427,23 +405,16 @@ def _invalid(request: Any, error: ValidationError) -> ApiError:
     """The error for a request that its protocol class refuses. Of pydantic's errors the deepest in
     the request: for a union there are also those of the types that were not meant.
     """
-    places = []
+    paths = list[tuple[int, str, str]]()
     for item in error.errors(include_url=False, include_context=False, include_input=False):
-        parts = list[Any](item["loc"])
         path, value = [], request
-        for step in parts:  # without the names of a union's forms
-            if isinstance(value, list):
-                is_known = isinstance(step, int) and step < len(value)
-            else:
-                is_known = isinstance(value, dict) and step in value
-            if is_known:
-                value = value[step]
-                path.append(step)
-        if item["type"] == "missing":
-            path.append(parts[-1])
-        reason = item["msg"].removeprefix("Value error, ")
-        places.append((".".join(map(str, path)), reason, len(path)))
-    name, reason, _ = max(places, key=lambda entry: entry[2])
+        for step in item["loc"]:  # without the names of a union's forms
+            is_missing = item["type"] == "missing" and step == item["loc"][-1]
+            with contextlib.suppress(LookupError, TypeError):
+                value = None if is_missing else value[step]
+                path.append(str(step))
+        paths.append((len(path), ".".join(path), item["msg"].removeprefix("Value error, ")))
+    _, name, reason = max(paths, key=lambda entry: entry[0])
     return ApiError(f"{name}: {reason}" if name else reason, param=name or None)
 
 
