@@ -18,16 +18,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import uvicorn
 from pydantic import ValidationError
-from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from vllm.exceptions import VLLMValidationError
@@ -158,7 +155,7 @@ async def serve_agents(kit: Agents) -> tuple[int, asyncio.Task[None]]:
     gateway = Gateway(kit)
     web = _Server(
         uvicorn.Config(
-            gateway.app,
+            gateway,
             http=partial(ClientConnection, known=gateway.connections),  # pyright: ignore[reportArgumentType]
             log_config=None,
             access_log=False,
@@ -171,7 +168,7 @@ async def serve_agents(kit: Agents) -> tuple[int, asyncio.Task[None]]:
 
 
 class Gateway:
-    """The ASGI application `app`, which answers the calls of the agents of `kit`."""
+    """The ASGI application that answers the calls of the agents of `kit`."""
 
     def __init__(self, kit: Agents) -> None:
         self._kit = kit
@@ -181,14 +178,15 @@ class Gateway:
         """Types of tools which the model was not shown, as they were told."""
         self.connections: dict[Any, ClientConnection] = {}
         """{(host, port) of a client: its connection}"""
-        routes = [Route(form.path, _Endpoint(self, form), methods=["POST"]) for form in FORMS]
-        routes += [Route(path, self._models) for path in ("/v1/models", "/v1/models/{name:path}")]
-        routes.append(Route("/", _alive))
-        self.app = Starlette(routes=routes, exception_handlers={404: _not_found, 405: _not_found})
 
-    async def answer(self, form: Form, request: Request, send: Send) -> None:
-        """Answer a request of the API `form`."""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        request = Request(scope, receive)
+        forms = {form.path: form for form in FORMS if request.method == "POST"}
+        form = forms.get(request.url.path)
         try:
+            if form is None:
+                return await _json(self._page(request))(scope, receive, send)
             session = self._session(request)
             if session.open >= MOST_OPEN:  # before the body, which takes memory, is read
                 raise ApiError(f"{MOST_OPEN} calls of this rollout are open already", status=429)
@@ -198,12 +196,13 @@ class Gateway:
             finally:
                 session.open -= 1
         except ClientDisconnect:  # uvicorn may not know of it yet
-            return await Response(status_code=499)(request.scope, request.receive, send)
+            return await Response(status_code=499)(scope, receive, send)
         except ApiError as one:
             error = one
         except Exception as one:
             error = ApiError(f"the gateway failed: {one!r:.500}", status=500)
-        await _json(form.error(error), error.status)(request.scope, request.receive, send)
+        form = form or FORMS[-1 if "anthropic-version" in request.headers else 0]
+        await _json(form.error(error), error.status)(scope, receive, send)
 
     async def _answer(self, form: Form, request: Request, session: OpenRollout, send: Send) -> None:
         async with session.reading:
@@ -290,19 +289,23 @@ class Gateway:
             code="invalid_api_key",
         )
 
-    async def _models(self, request: Request) -> Response:
-        """The list of models, or one of them, in OpenAI's and Anthropic's form at once."""
-        name, asked = self._kit.settings.model, request.path_params.get("name")
-        form = FORMS[-1] if "anthropic-version" in request.headers else FORMS[0]
-        try:
-            self._session(request)
-            self._check_model(asked or name)
-        except ApiError as error:
-            return _json(form.error(error), error.status)
+    def _page(self, request: Request) -> dict[str, Any]:
+        """What there is beside the APIs: the list of models, or one of them, in OpenAI's and
+        Anthropic's form at once, and a sign of life.
+        """
+        path, name = request.url.path, self._kit.settings.model
+        if path == "/":
+            return {"status": "ok"}
+        top, _, asked = path.removeprefix("/v1/").partition("/")
+        if top != "models" or request.method not in ("GET", "HEAD"):
+            known = ", ".join(form.path for form in FORMS)
+            raise ApiError(f"there is no {request.method} {path}, only {known}", status=404)
+        self._session(request)
+        self._check_model(asked or name)
         about = {"id": name, "object": "model", "created": 0, "owned_by": "megarl"}
         about |= {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
         listed = {"object": "list", "data": [about], "has_more": False}
-        return _json(about if asked else listed | {"first_id": name, "last_id": name})
+        return about if asked else listed | {"first_id": name, "last_id": name}
 
     def _check_model(self, name: str) -> None:
         """Raise `ApiError` for a model that there is not."""
@@ -317,17 +320,6 @@ class Gateway:
             )
 
 
-@dataclass(frozen=True)
-class _Endpoint:
-    """An API as an ASGI application."""
-
-    gateway: Gateway
-    form: Form
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.gateway.answer(self.form, Request(scope, receive), send)
-
-
 async def _start_stream(send: Send) -> None:
     head = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
     await send({"type": "http.response.start", "status": 200, "headers": head})
@@ -335,18 +327,6 @@ async def _start_stream(send: Send) -> None:
 
 async def _write(send: Send, body: bytes, *, more: bool = False) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": more})
-
-
-async def _alive(request: Request) -> Response:
-    """The answer to a client that looks whether there is a server."""
-    return _json({"status": "ok"})
-
-
-async def _not_found(request: Request, _: Exception) -> Response:
-    paths = ", ".join(form.path for form in FORMS)
-    error = ApiError(f"there is no {request.method} {request.url.path}, only {paths}", status=404)
-    form = FORMS[-1] if "anthropic-version" in request.headers else FORMS[0]
-    return _json(form.error(error), 404)
 
 
 def _json(data: dict[str, Any], status: int = 200) -> Response:
