@@ -387,7 +387,8 @@ def _invalid(request: Any, error: ValidationError) -> ApiError:
     """
     paths = list[tuple[int, str, str]]()
     for item in error.errors(include_url=False, include_context=False, include_input=False):
-        path, value = [], request
+        path = list[str]()
+        value = request
         for step in item["loc"]:  # without the names of a union's forms
             is_missing = item["type"] == "missing" and step == item["loc"][-1]
             with contextlib.suppress(LookupError, TypeError):
