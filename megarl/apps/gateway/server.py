@@ -387,12 +387,13 @@ def _invalid(request: Any, error: ValidationError) -> ApiError:
     """
     paths = list[tuple[int, str, str]]()
     for item in error.errors(include_url=False, include_context=False, include_input=False):
-        path = list[str]()
-        value = request
+        path, value = list[str](), request
         for step in item["loc"]:  # without the names of a union's forms
-            is_missing = item["type"] == "missing" and step == item["loc"][-1]
+            if item["type"] == "missing" and step == item["loc"][-1]:
+                path.append(str(step))
+                break
             with contextlib.suppress(LookupError, TypeError):
-                value = None if is_missing else value[step]
+                value = value[step]
                 path.append(str(step))
         paths.append((len(path), ".".join(path), item["msg"].removeprefix("Value error, ")))
     _, name, reason = max(paths, key=lambda entry: entry[0])
