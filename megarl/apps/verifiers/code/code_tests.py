@@ -251,7 +251,7 @@ def _call(name: Any, arguments: Any, column: str) -> dict[str, Any]:
     return {"call": str(name), "args": encode(arguments, refuse), "named": {}}
 
 
-class Block(NamedTuple):
+class FencedBlock(NamedTuple):
     """A fenced block of Markdown."""
 
     language: str
@@ -264,9 +264,9 @@ class Block(NamedTuple):
         return "\n".join(self.lines) + "\n"
 
 
-def fenced_blocks(response: str) -> list[Block]:
+def fenced_blocks(response: str) -> list[FencedBlock]:
     """The fenced blocks of a model's response, in their order."""
-    blocks: list[Block] = []
+    blocks: list[FencedBlock] = []
     inside = False
     for line in response.replace("\r\n", "\n").split("\n"):  # others stand in texts of a program
         bare = line.strip()
@@ -276,7 +276,7 @@ def fenced_blocks(response: str) -> list[Block]:
             blocks[-1].lines.append(line)
         elif bare.startswith(FENCE) and FENCE not in bare[3:]:
             inside = True
-            blocks.append(Block(bare[3:].strip().lower(), [], False))
+            blocks.append(FencedBlock(bare[3:].strip().lower(), [], False))
     return blocks
 
 
