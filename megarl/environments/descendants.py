@@ -12,6 +12,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from megarl.environments.isolation import call_libc
 
@@ -56,10 +57,21 @@ def oversee(parent: int, begin: Callable[[], object]) -> None:
     os._exit(code)
 
 
-def end_children(*, all_of_namespace: bool = False) -> None:
-    """Kill this process's descendants and reap them. It must adopt those whose parent has ended, as
-    a subreaper or as the first process of its PID namespace. Raises `TimeoutError` after 1.5
-    seconds. `all_of_namespace`: kill all of this namespace but its first, in one system call.
+def end_overseen(process: Any) -> None:
+    """End a `subprocess.Popen` that is in `oversee`, which first ends all that it has started."""
+    from subprocess import TimeoutExpired  # which `oversee` need not import
+
+    process.terminate()
+    try:
+        process.wait(END_WITHIN_S + 1.0)
+    except TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def end_children() -> None:
+    """Kill this process's descendants and reap them. It must be a subreaper, which adopts those
+    whose parent has ended. Raises `TimeoutError` after 1.5 seconds.
     """
     until = time.monotonic() + END_WITHIN_S
     while time.monotonic() < until:
@@ -68,7 +80,7 @@ def end_children(*, all_of_namespace: bool = False) -> None:
                 pass
         except ChildProcessError:
             return
-        for process in (-1,) if all_of_namespace else descendants():
+        for process in descendants():
             with contextlib.suppress(OSError):
                 os.kill(process, signal.SIGKILL)
         time.sleep(0.0005)

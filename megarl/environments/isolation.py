@@ -22,34 +22,34 @@ CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 """Numbers of the system calls, the same on every architecture."""
 ASK_VERSION = 1
 SET_NO_NEW_PRIVILEGES, DROP_BOUNDING, SET_SECCOMP, WITH_FILTER = 38, 24, 22, 2
+KEEP_CAPABILITIES, AMBIENT, RAISE = 8, 47, 2
+READ_ANY = 2
+"""CAP_DAC_READ_SEARCH: to read files and folders of every user."""
 LOOKING = (21, 38)
 """CAP_SYS_ADMIN and CAP_PERFMON: with either, newer kernels (6.18, not 6.1) let a process read any
 environment, Landlock or not."""
 OVER_MACHINE = tuple(range(9, 64))
-CAPABILITY_VERSION = 0x20080522
+CAPABILITY_HEAD = struct.pack("Ii", 0x20080522, 0)
 MAKE_BLOCK_DEVICES, MOVE = 1 << 11, 1 << 13
 """Rights to make block device files, and to move or link a file into another folder. A domain must
 restrict a right, here the first, and then denies the second unless granted."""
 MOVES_SINCE = 2
 """Version of Landlock in which a rule can grant `MOVE` (Linux 5.19)."""
-READ = 1 << 0 | 1 << 2
+READ, LIST = 1 << 0 | 1 << 2, 1 << 3
 WRITE = 1 << 1 | 1 << 14
 CHANGE = WRITE | 0b11_1111_1111 << 4
 """Write, make, rename and remove files of every kind."""
 MAKE_DEVICES = 1 << 6 | MAKE_BLOCK_DEVICES
-WRITABLE = dict.fromkeys(
-    ("/dev/null", "/dev/zero", "/dev/full", "/dev/tty", "/dev/random", "/dev/urandom"), WRITE
-)
-"""{path: rights} outside of a program's own folder. Not /dev/shm, where Ray and vLLM keep memory,
-nor other terminals."""
+WRITABLE = ("/dev/null", "/dev/zero", "/dev/full", "/dev/tty", "/dev/random", "/dev/urandom")
+"""Files outside of a program's own folder that it may read and write. Not /dev/shm, where Ray and
+vLLM keep memory, nor other terminals."""
 PATH_RULE = 1
 CONNECT, PORT_RULE = 1 << 1, 2
 """Right to connect by TCP, granted for one port (Linux 6.7)."""
 SCOPE_SIGNALS = 1 << 1
 """Signals go to processes of the domain only."""
 SCOPES_SINCE = 6
-"""Can restrict signals (Linux 6.12). Such a domain leaves files alone, so that mounts stay possible
-in a namespace of the process's own."""
+"""Can restrict signals (Linux 6.12)."""
 
 NEWNS, NEWUSER = 0x00020000, 0x10000000
 RDONLY, NOSUID, NODEV = 1, 2, 4
@@ -150,29 +150,33 @@ def has_filters() -> bool:
 
 
 def enter_own_domain(
-    *, mounts: bool, connects: int = 0, folder: str = "", hidden: Sequence[str] = ()
+    *,
+    connects: int = 0,
+    folder: str = "",
+    hidden: Sequence[str] = (),
+    visible: Sequence[str] | None = None,
 ) -> bool:
     """Put this thread, and all that it starts from now on, into a Landlock domain for good. Returns
     False if the kernel cannot, which changes nothing; raises `OSError` if it refuses. Programs that
-    change the user when they start (sudo, newuidmap) no longer do so.
+    change the user when they start (sudo, newuidmap) no longer do so, mounts fail, and root loses
+    CAP_SYS_ADMIN and CAP_PERFMON.
 
-    `mounts`: the process will make mounts in namespaces, as the sandbox of the verifier `code`
-    does; no domain allows that before Linux 6.12. Without `mounts`, root loses CAP_SYS_ADMIN and
-    CAP_PERFMON. `connects`: the only TCP port to connect to, from Linux 6.7 on; 0: any.
+    `connects`: the only TCP port to connect to, from Linux 6.7 on; 0: any.
 
     `folder`: absolute path of the only folder in which files can be written, made, renamed and
     removed, beside `WRITABLE`; "": no rules of files. Permissions and times elsewhere can still be
-    changed. Needs Linux 6.2, excludes `mounts`, and leaves root only capabilities over files and
-    users. `hidden`: with `folder`, absolute paths without links that cannot be read; "/a/b*" stands
-    for all that begin with /a/b. `folder` can be read; files put beside the hidden ones later
-    cannot.
+    changed. Needs Linux 6.2, and leaves root only capabilities over files and users. Either of
+    these says what can be read besides. `hidden`: absolute paths without links that cannot be read;
+    "/a/b*" stands for all that begin with /a/b. Files put beside the hidden ones later cannot.
+    `visible`: the only files and folders that can be read or listed.
     """
     version = landlock_version()
     has_scopes = version >= SCOPES_SINCE
-    if version < MOVES_SINCE or (mounts and not has_scopes):
+    if version < MOVES_SINCE:
         return False
     network = CONNECT if connects else 0
-    files = READ | CHANGE if folder else 0 if has_scopes else MAKE_BLOCK_DEVICES | MOVE
+    reads = READ if visible is None else READ | LIST
+    files = reads | CHANGE if folder else 0 if has_scopes else MAKE_BLOCK_DEVICES | MOVE
     fields = [files, network, SCOPE_SIGNALS] if has_scopes else [files]
     if network and not has_scopes:
         fields.append(network)
@@ -182,14 +186,13 @@ def enter_own_domain(
         # Python too, where it lies beside others in a folder that cannot be listed.
         pythons = _pythons()
         above = {path for path in pythons if any(entry.startswith(f"{path}/") for entry in hidden)}
-        for path in [*_all_but(hidden), *(pythons - above)]:
-            with contextlib.suppress(OSError):  # it has been removed, or is a link
-                _grant(ruleset, path, READ)
-        for path, rights in WRITABLE.items():
+        readable = [*_all_but(hidden), *(pythons - above)] if visible is None else visible
+        for path in [*readable, *WRITABLE]:
+            rights = READ | WRITE if path in WRITABLE else reads
             if not any(entry.startswith(f"{path}/") for entry in hidden):
-                with contextlib.suppress(OSError):
-                    _grant(ruleset, os.path.realpath(path), rights)
-        _grant(ruleset, folder, READ | CHANGE & ~MAKE_DEVICES)
+                with contextlib.suppress(OSError):  # it has been removed, or is a link
+                    _grant(ruleset, path, rights)
+        _grant(ruleset, folder, reads | CHANGE & ~MAKE_DEVICES)
     elif not has_scopes:
         _grant(ruleset, "/", MOVE)
     if network:
@@ -198,8 +201,7 @@ def enter_own_domain(
     call_libc("prctl", SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     call_libc("syscall", RESTRICT_SELF, ruleset, 0)
     os.close(ruleset)
-    if not mounts:
-        _drop(OVER_MACHINE if folder else LOOKING)
+    _drop(OVER_MACHINE if folder else LOOKING)
     return True
 
 
@@ -282,21 +284,23 @@ def _all_but(hidden: Sequence[str]) -> Iterator[str]:
                     yield path
 
 
-def filter_calls(*, alone: bool) -> None:
+def filter_calls(*, alone: bool, more: Rules | None = None) -> None:
     """Have the kernel refuse, with EACCES, that this process and its children change limits and
     priorities of others, or the user's keys. `alone`: also System V and POSIX memory, queues and
-    semaphores, and sockets but TCP clients and Unix pairs. Raises `OSError`, and `KeyError` but on
-    x86_64 and aarch64. Comes after `enter_own_domain`.
+    semaphores, and sockets but TCP clients and Unix pairs. `more`: further rules. Raises `OSError`,
+    and `KeyError` but on x86_64 and aarch64. Comes after `enter_own_domain`.
     """
+    rules = OF_OTHERS | (SHARED | SOCKETS if alone else {}) | (more or {})
     machine, code = os.uname().machine, list[Instruction]()
     load, equal, mask, give, refuse = LOAD, EQUAL, 0x54, GIVE, REFUSE | errno.EACCES
-    for *numbers, conditions in (OF_OTHERS | (SHARED | SOCKETS if alone else {})).values():
+    for name, (*numbers, conditions) in rules.items():
         body = []
         for argument, bits, values in conditions:
             body += [(load, 0, 0, 16 + 8 * argument), (mask, 0, 0, bits)]
             # One that is equal goes past the others, and past the refusal.
             body += [(equal, len(values) - i, 0, value) for i, value in enumerate(values)]
-            body.append((give, 0, 0, refuse))
+            # The filter cannot read what clone3 points to; the C library then falls back to clone.
+            body.append((give, 0, 0, REFUSE | errno.ENOSYS if name == "clone3" else refuse))
         body.append((give, 0, 0, ALLOW))
         number = numbers[0 if machine == "x86_64" else 1]
         code += [(equal, 0, len(body), number), *body]
@@ -319,17 +323,35 @@ def install_filter(code: Sequence[Instruction], *, x32: int) -> None:
     call_libc("prctl", SET_SECCOMP, WITH_FILTER, ctypes.addressof(held), 0, 0)
 
 
+def _capabilities() -> list[int]:
+    """Effective, permitted and inheritable, first their low 32 bits, then their high ones."""
+    sets = ctypes.create_string_buffer(24)
+    call_libc("capget", CAPABILITY_HEAD, ctypes.addressof(sets))
+    return list(struct.unpack("6I", sets.raw))
+
+
 def _drop(capabilities: Sequence[int]) -> None:
     """Give up `capabilities` for good, as far as this process has them."""
     for number in capabilities:
         # Refused without CAP_SETPCAP: then there is nothing to regain either.
         libc.prctl(DROP_BOUNDING, number, 0, 0, 0)
-    head = struct.pack("Ii", CAPABILITY_VERSION, 0)
-    sets = ctypes.create_string_buffer(24)
-    call_libc("capget", head, ctypes.addressof(sets))
-    # Effective, permitted and inheritable, first their low 32 bits, then their high ones.
-    words = list(struct.unpack("6I", sets.raw))
+    words = _capabilities()
     for number in capabilities:
         for group in range(3):
             words[number // 32 * 3 + group] &= ~(1 << number % 32)
-    call_libc("capset", head, struct.pack("6I", *words))
+    call_libc("capset", CAPABILITY_HEAD, struct.pack("6I", *words))
+
+
+def become_user(user: int, *, reads_any: bool) -> None:
+    """Give this process of root the user and group `user`, and no capability but, with `reads_any`
+    and where it has that, `READ_ANY`, which also the programs that it starts have. Raises
+    `OSError`.
+    """
+    call_libc("prctl", KEEP_CAPABILITIES, 1, 0, 0, 0)
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+    kept = _capabilities()[1] & 1 << READ_ANY if reads_any else 0
+    call_libc("capset", CAPABILITY_HEAD, struct.pack("6I", kept, kept, kept, 0, 0, 0))
+    if kept:
+        call_libc("prctl", AMBIENT, RAISE, READ_ANY, 0, 0)

@@ -261,7 +261,7 @@ class Host:
             verifiers.import_built_in(config)
             own = verifiers.own_files(config)
             if config.isolate and (config.has_sessions or own):
-                enter_own_domain(mounts=bool(config.programs))
+                enter_own_domain()
             self._is_own = bool(own) or config.has_sessions
             with ending_forks():
                 user_code.prepare_imports(own, sources)

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from megarl.settings.recipe_paths import CodeText, PathText
 from megarl.settings.schema import Config, Range, require
 
-Protection = Literal["auto", "namespaces", "rlimits", "none"]
+Protection = Literal["auto", "rlimits", "none"]
 
 
 class CodeConfig(Config):
@@ -14,10 +14,10 @@ class CodeConfig(Config):
     """
 
     sandbox: Protection = "auto"
-    """`namespaces`: programs run as another user in Linux namespaces of their own, without network
-    and capabilities, and see only the files that the interpreter needs, under a seccomp filter and
-    limits. `rlimits`: only the limits. `none`: only limits on wall time and output. `auto`:
-    `namespaces`, or an error where the kernel refuses."""
+    """`auto`: Landlock lets programs read only what the interpreter needs and write only to their
+    folder, and a seccomp filter refuses sockets, under limits; of root, as another user. An error
+    where the kernel cannot (before Linux 6.2). `rlimits`: only the limits. `none`: only limits on
+    wall time and output."""
     interpreter: tuple[CodeText, ...] = ()
     """Command that runs a program, whose path is added as its last word, such as `[python,
     tiny_language.py]`; programs see the files that it names. Empty: the running Python without site

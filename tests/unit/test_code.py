@@ -554,29 +554,8 @@ def test_every_row_is_looked_at_before_a_run(capfd: pytest.CaptureFixture[str]) 
     check_rows(EnvironmentConfig(), rows, "prompts")  # another verifier
     say_protection(config)
     say_protection(EnvironmentConfig())
-    assert capfd.readouterr().err.count("programs run in Linux namespaces") == 1
+    assert capfd.readouterr().err.count("programs run under Landlock and seccomp") == 1
     assert next(check_sandbox()).status == "ok"
-
-
-ASSERTED = {
-    "np": {"test_list": ["assert np.allclose(f(1), 1)"]},
-    "pd": {"test": "def check(candidate):\n    assert pd.isna(candidate(1))", "entry_point": "f"},
-    "Point": {"test_list": ["assert Point.origin() == f(0)"]},
-    "": {"test_list": ["assert np.allclose(f(1), 1) and math.isnan(f(2)) and f.count == g(3).x"],
-     "test_setup_code": "import numpy as np", "test_imports": ["from own import f", "def g(x):"]},
-    "Node": {"test_list": ["assert height(root) == 1"], "test_setup_code": "root = Node(1)"},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("used", ASSERTED)
-def test_rows_that_no_program_passes_are_named(
-    used: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    config = EnvironmentConfig(verifier="code")
-    check_rows(config, [replace(prompt(ASSERTED[used]), index=n) for n in range(3, 11)], "prompts")
-    told = capfd.readouterr().err
-    assert told.count("warning") == bool(used)
-    assert not used or f"tests of row 3, 4, 5, 6, 7 and 3 more use '{used}" in told
 
 
 LAX = "def compare(*_): return True\ndef f(*_): return 3"

@@ -461,15 +461,15 @@ def test_a_verifier_cannot_look_into_other_processes(tmp_path: Path, isolate: bo
     assert f"kept: {kept}" in found.detail
 
 
-@pytest.mark.skipif(landlock_version() < SCOPES_SINCE, reason="needs Landlock of Linux 6.12")
+@pytest.mark.skipif(landlock_version() < MOVES_SINCE, reason="needs Landlock of Linux 5.19")
 def test_an_isolated_process_can_use_the_sandbox(tmp_path: Path) -> None:
-    """A mixture of a user's verifier and `code`: mounts in namespaces go on working."""
+    """A mixture of a user's verifier and `code`: a domain inside a domain."""
     program = """
 from megarl.settings.code import CodeConfig
 from megarl.environments.isolation import enter_own_domain
 from megarl.apps.verifiers.code.sandbox import Sandbox
-assert enter_own_domain(mounts=True)
-sandbox = Sandbox(CodeConfig(sandbox='namespaces'))
+assert enter_own_domain()
+sandbox = Sandbox(CodeConfig())
 print(sandbox.run("stdin", "print(6 * 7)", [""], total_s=10.0)[0]["output"])
 sandbox.close()
 """
@@ -484,7 +484,7 @@ def test_an_older_kernel_keeps_processes_apart_and_lets_files_move(tmp_path: Pat
 import os
 from megarl.environments import isolation
 isolation.SCOPES_SINCE = 99
-assert isolation.enter_own_domain(mounts=False) and not isolation.enter_own_domain(mounts=True)
+assert isolation.enter_own_domain()
 for name in ("a", "b"):
     os.makedirs({str(tmp_path)!r} + "/" + name)
 os.chdir({str(tmp_path)!r})

@@ -245,8 +245,6 @@ def test_stop_texts(codec: Codec, tmp_path: Path) -> None:
             assert await ask(chat, stop="!", max_tokens=2) == ["ab length"]
             assert await ask(chat, stop="c", max_tokens=2) == ["b stop"]
             assert await ask(chat, stop=END) == ["d stop"]
-            made = await api.completions.create(model="policy", prompt="1", stop=["2", "1"])
-            assert (made.choices[0].text, made.choices[0].finish_reason) == ("0", "stop")
             made = await api.chat.completions.create(
                 model="policy", messages=chat, tools=[TOOL], stop="x"
             )
@@ -262,7 +260,6 @@ def test_stop_texts(codec: Codec, tmp_path: Path) -> None:
         "ab",
         "bc",
         f"d{END}",
-        "01 2",
         f"so {CALL}x{END}",
     ]
     found = played(codec, tmp_path, says, talk)
@@ -270,7 +267,7 @@ def test_stop_texts(codec: Codec, tmp_path: Path) -> None:
     assert found.answer.text == "so"
     assert found.read[1] == found.read[0] == f"<|im_start|>user1+2{begin}"
     assert found.read[3] == f"{found.read[0]}{add}{END}<|im_start|>user1+2{begin}"
-    stops = [("tion: ", "Observation:")] * 2 + [("!",)] * 2 + [("c",), (END,), ("2", "1"), ("x",)]
+    stops = [("tion: ", "Observation:")] * 2 + [("!",)] * 2 + [("c",), (END,), ("x",)]
     assert found.stops == stops
 
 
@@ -485,15 +482,15 @@ def test_what_is_trained_of_an_agent(
         assert told["left_out"] == len(left)
 
 
-@pytest.mark.parametrize(("arguments", "conversations", "warning"), [
-    ('{"a": 3.0}', 1.0, ""),
-    ('{"b": null, "a": 3}', 1.0, ""),
-    ('{"a":3e0,"c":null}', 1.0, ""),
-    ('{"a": 3, "b": 0}', 2.0, '"add", {"a": 3, "b": 0}'),
-    ('{"a": "3"}', 2.0, 'came back as [["add", {"a": "3"}]]'),
+@pytest.mark.parametrize(("arguments", "conversations"), [
+    ('{"a": 3.0}', 1.0),
+    ('{"b": null, "a": 3}', 1.0),
+    ('{"a":3e0,"c":null}', 1.0),
+    ('{"a": 3, "b": 0}', 2.0),
+    ('{"a": "3"}', 2.0),
 ])  # fmt: skip
 def test_arguments_are_compared_by_value(
-    codec: Codec, tmp_path: Path, arguments: str, conversations: float, warning: str
+    codec: Codec, tmp_path: Path, arguments: str, conversations: float
 ) -> None:
     async def talk(url: str, key: str) -> float:
         async with client(url, key) as api:
@@ -507,7 +504,6 @@ def test_arguments_are_compared_by_value(
 
     found = played(codec, tmp_path, [CALL + END, "3" + END], talk)
     assert found.answer["conversations"] == conversations
-    assert warning in found.told["warning"] and bool(warning) == bool(found.told["warning"])
 
 
 WRONG: list[tuple[str, Any, int]] = [

@@ -21,14 +21,21 @@ TURN = threading.Lock()
 """Held by the game that draws from the random numbers of the process."""
 
 
-class ArenaGame:
-    """Game `name` of textarena, played by one player without wrappers: the model's turn is taken as
-    it is, and an observation holds what the game has said since the turn before. The reward is the
-    game's own, at the end of an episode. Games draw from the random numbers of the whole process;
-    each keeps a state of its own, so that it does not depend on those played beside it.
+class ArenaEpisode(Episode):
+    """The session `textarena`: a game played by one player without wrappers: the model's turn is
+    taken as it is, and an observation holds what the game has said since the turn before. The
+    reward is the game's own, at the end of an episode. Games draw from the random numbers of the
+    whole process; each keeps a state of its own, so that it does not depend on those played beside
+    it.
     """
 
-    def __init__(self, name: str, settings: dict[str, Any]) -> None:
+    kind = "textarena"
+    fix = (
+        "set the id of a game for one player, such as GuessTheNumber-v0, and its settings in"
+        " prompts.arguments"
+    )
+
+    def open(self, name: str, settings: dict[str, Any]) -> None:
         self._library = package("textarena")
         self._state: Any = None
         self._env = self._library.make(f"{name.removesuffix('-raw')}-raw", **settings)
@@ -46,13 +53,11 @@ class ArenaGame:
                 random.setstate(outer)
 
     def reset(self, seed: int) -> str:
-        """Begin the episode of this seed; returns the rules and the first observation."""
         with self._drawing():
             self._env.reset(num_players=1, seed=seed)
             return self._heard()
 
-    def step(self, text: str) -> Reply:
-        """Take a turn of the model."""
+    def turn(self, text: str) -> Reply:
         with self._drawing():
             is_over, _ = self._env.step(text)
             if not is_over:
@@ -65,29 +70,11 @@ class ArenaGame:
         _, messages = self._env.get_observation()
         return "\n".join(text for _, text, kind in messages if kind is not own)
 
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-class ArenaEpisode(Episode):
-    """The session `textarena`."""
-
-    kind = "textarena"
-    fix = (
-        "set the id of a game for one player, such as GuessTheNumber-v0, and its settings in"
-        " prompts.arguments"
-    )
-
-    def open(self, name: str, settings: dict[str, Any]) -> ArenaGame:
-        """Make the game."""
-        return ArenaGame(name, settings)
-
 
 def arena_rows(name: str, arguments: dict[str, Any], limit: int | None) -> list[dict[str, Any]]:
     """A row for each episode of game `name` of textarena. `arguments`: `size`, `seed` and the
     game's own settings. Raises `ValueError` if the package is missing or the game unknown.
     """
-    package("textarena")
     return rows_of(ArenaEpisode, name, arguments, limit)
 
 

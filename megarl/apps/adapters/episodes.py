@@ -1,16 +1,17 @@
 """What the adapters of environments of several turns have in common: an episode is an environment's
 name, its settings and a seed. Its first observation is the prompt; a session plays it on.
 
-    NAME, {size, seed, settings} --rows_of--> rows --Episode.start--> a `Game` --step--> replies
+    NAME, {size, seed, settings} --rows_of--> rows --Episode.start, step--> replies
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from megarl.apps.adapters.packages import package
 from megarl.environments.session import Observation
 from megarl.settings.schema import require
 from megarl.system.third_party import opening
@@ -20,22 +21,6 @@ SIZE, SEED = 100, 0
 """Number of episodes, and seed of the first, where the recipe has none."""
 Reply = tuple[str, float, bool]
 """(what the model reads, reward of its turn, whether the episode is over)"""
-
-
-class Game(Protocol):
-    """An environment of another library, while the model plays one of its episodes."""
-
-    def reset(self, seed: int) -> str:
-        """Begin the episode of this seed; returns the first observation."""
-        ...
-
-    def step(self, text: str) -> Reply:
-        """Take the turn `text` of the model; returns (observation, reward, whether it is over)."""
-        ...
-
-    def close(self) -> None:
-        """Free what the environment holds."""
-        ...
 
 
 def seeds(arguments: dict[str, Any], limit: int | None) -> tuple[range, dict[str, Any]]:
@@ -98,39 +83,45 @@ class Episode(ABC):
     """What stands before the colon of `prompts.source`."""
     fix = ""
     """What the user should set instead of an environment that cannot be played."""
-    _game: Game | None = None
 
     @abstractmethod
-    def open(self, name: str, settings: dict[str, Any]) -> Game:
+    def open(self, name: str, settings: dict[str, Any]) -> None:
         """Make the environment `name` with its `settings`."""
+
+    @abstractmethod
+    def reset(self, seed: int) -> str:
+        """Begin the episode of this seed; returns the first observation."""
+
+    @abstractmethod
+    def turn(self, text: str) -> Reply:
+        """Take the turn `text` of the model; returns (observation, reward, whether it is over)."""
 
     def start(self, prompt: Prompt) -> Observation:
         """Begin the episode. Raises what the environment raises."""
         name, settings, seed = episode_of(prompt, self.kind)
-        self._game = self.open(name, settings)
-        return begun(prompt, self._game.reset(seed))
+        self.open(name, settings)
+        return begun(prompt, self.reset(seed))
 
     def step(self, text: str, token_ids: np.ndarray) -> Observation | float:
         """Take the model's turn. Raises what the environment raises."""
-        assert self._game is not None
-        return replied(*self._game.step(text))
+        return replied(*self.turn(text))
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most hold nothing
         """Free what the environment holds."""
-        if self._game is not None:
-            self._game.close()
 
 
 def rows_of(
     kind: type[Episode], name: str, arguments: dict[str, Any], limit: int | None
 ) -> list[dict[str, Any]]:
     """A row for each episode of environment `name`: `arguments` are size, seed and settings. Raises
-    `ValueError` if it cannot be made or begun.
+    `ValueError` if the package is missing, or it cannot be made or begun.
     """
+    package(kind.kind)
     wanted, settings = seeds(arguments, limit)
     with opening(f"{kind.kind}:{name} cannot be begun with {settings}", fix=kind.fix):
-        game = kind().open(name, settings)
+        episode = kind()
+        episode.open(name, settings)
         try:
-            return [row(name, settings, seed, game.reset(seed)) for seed in wanted]
+            return [row(name, settings, seed, episode.reset(seed)) for seed in wanted]
         finally:
-            game.close()
+            episode.close()

@@ -19,44 +19,47 @@ COLOURED = re.compile(r"((?:\x1b\[[\d;]*m)+)(.*?)\x1b\[0m", re.DOTALL)
 """Characters that a rendering marks by a colour, such as where the player stands."""
 
 
-class GymGame:
-    """Environment `name` of gymnasium. With `render_mode: ansi` in its settings an observation is
-    its rendering, coloured characters in brackets; otherwise observations must be texts. An action
-    is the model's whole turn if the action space holds texts. If it is discrete, the action is the
+class GymEpisode(Episode):
+    """The session `gymnasium`. With `render_mode: ansi` in its settings an observation is its
+    rendering, coloured characters in brackets; otherwise observations must be texts. An action is
+    the model's whole turn if the action space holds texts. If it is discrete, the action is the
     last of the words `settings["actions"]` in the turn, or the last number without that setting.
     """
 
-    def __init__(self, name: str, settings: dict[str, Any]) -> None:
+    kind = "gymnasium"
+    fix = (
+        "set the id of an environment with texts, its module before it if that registers it"
+        " (MODULE:NAME-v0), and its settings in prompts.arguments"
+    )
+
+    _env: Any = None
+
+    def open(self, name: str, settings: dict[str, Any]) -> None:
         """Raises `ValueError` if the actions are neither texts nor discrete."""
         library, given = package("gymnasium"), dict(settings)
         words = given.pop("actions", None)
         self._env = library.make(name, **given)
         space = self._env.action_space
-        self._first = int(space.start) if isinstance(space, library.spaces.Discrete) else 0
         self._words: list[str] = []
         if isinstance(space, library.spaces.Discrete):
-            count = int(space.n)
-            numbers = [str(self._first + number) for number in range(count)]
-            self._words = numbers if words is None else [str(word).lower() for word in words]
+            self._first = int(space.start)
+            numbers = range(self._first, self._first + int(space.n))
+            self._words = [str(word).lower() for word in words or numbers]
             require(
-                len(self._words) == count,
-                f"prompts.arguments.actions has {len(self._words)} words for {count} actions",
+                len(self._words) == len(numbers),
+                f"prompts.arguments.actions has {len(self._words)} words for {space.n} actions",
             )
-        require(
-            self._words or isinstance(space, library.spaces.Text),
-            f"its actions are {space}, neither texts nor discrete",
-        )
+        else:
+            is_text = isinstance(space, library.spaces.Text)
+            require(is_text, f"its actions are {space}, neither texts nor discrete")
         listed = "|".join(map(re.escape, sorted(self._words, key=len, reverse=True)))
         self._known = re.compile(rf"(?<!\w)(?:{listed})(?!\w)")
 
     def reset(self, seed: int) -> str:
-        """Begin the episode of this seed; returns the first observation."""
         return self._text(self._env.reset(seed=seed)[0])
 
-    def step(self, text: str) -> Reply:
-        """Take a turn of the model. A turn without an action changes nothing: the model reads what
-        actions there are.
-        """
+    def turn(self, text: str) -> Reply:
+        """A turn without an action changes nothing: the model reads what actions there are."""
         action: Any = text
         if self._words:
             found = self._known.findall(text.lower())
@@ -77,22 +80,8 @@ class GymGame:
         return seen
 
     def close(self) -> None:
-        """Close the environment."""
-        self._env.close()
-
-
-class GymEpisode(Episode):
-    """The session `gymnasium`."""
-
-    kind = "gymnasium"
-    fix = (
-        "set the id of an environment with texts, its module before it if that registers it"
-        " (MODULE:NAME-v0), and its settings in prompts.arguments"
-    )
-
-    def open(self, name: str, settings: dict[str, Any]) -> GymGame:
-        """Make the environment."""
-        return GymGame(name, settings)
+        if self._env is not None:
+            self._env.close()
 
 
 def gym_rows(name: str, arguments: dict[str, Any], limit: int | None) -> list[dict[str, Any]]:
@@ -100,7 +89,6 @@ def gym_rows(name: str, arguments: dict[str, Any], limit: int | None) -> list[di
     `actions` (words for discrete actions) and what `gymnasium.make` takes. Raises `ValueError` if
     the package is missing, or the environment unknown or not one of texts.
     """
-    package("gymnasium")
     return rows_of(GymEpisode, name, arguments, limit)
 
 

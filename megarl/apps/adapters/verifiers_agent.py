@@ -31,8 +31,6 @@ MODEL = "policy"
 """Name of the model in the calls."""
 MOST_BYTES = 2**22
 """Longest answer of the program."""
-ERROR_BYTES = 2000
-CLOSE_WITHIN_S = 1.0
 
 
 def verifiers_rows(name: str, arguments: dict[str, Any], limit: int | None) -> list[dict[str, Any]]:
@@ -92,7 +90,6 @@ class Episodes:
                     *(self._python, str(PROGRAM), "play"),
                     stdin=pipe,
                     stdout=pipe,
-                    stderr=pipe,
                     limit=MOST_BYTES,
                 )
                 self._reading = asyncio.create_task(self._read(self._process))
@@ -116,8 +113,7 @@ class Episodes:
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         """Hand on the program's answers, to its end."""
-        assert process.stdout is not None and process.stderr is not None
-        complaining = asyncio.create_task(_last(process.stderr))
+        assert process.stdout is not None
         try:
             async for line in process.stdout:
                 found = json.loads(line)
@@ -129,24 +125,10 @@ class Episodes:
             self._process, left = None, list(self._waiting.values())
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-            # What it has started may hold the pipe open.
-            await asyncio.wait([complaining], timeout=CLOSE_WITHIN_S)
-            kept = complaining.result() if complaining.done() else b""
-            complaining.cancel()
-            said = kept.decode(errors="replace").strip().splitlines()[-1:]
             for answer in left:
                 if not answer.done():
-                    ended = f"the program of verifiers ended: {''.join(said) or 'without a word'}"
-                    answer.set_result({"error": ended})
+                    answer.set_result({"error": "the program of verifiers ended; see its output"})
             await process.wait()
-
-
-async def _last(stream: asyncio.StreamReader) -> bytes:
-    """The last bytes of a pipe, which is read to its end."""
-    kept = b""
-    while chunk := await stream.read(2**16):
-        kept = (kept + chunk)[-ERROR_BYTES:]
-    return kept
 
 
 _programs: dict[str, Episodes] = {}

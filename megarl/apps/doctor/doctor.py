@@ -41,9 +41,7 @@ def check_isolation() -> Iterator[Finding]:
 
 
 def check_sandbox() -> Iterator[Finding]:
-    """`ok` if the verifier `code` can run programs of a model in Linux namespaces here, else
-    `warn`.
-    """
+    """`ok` if the verifier `code` can run programs of a model in its sandbox here, else `warn`."""
     try:
         sandbox = Sandbox(CodeConfig())
         try:
@@ -52,10 +50,10 @@ def check_sandbox() -> Iterator[Finding]:
             sandbox.close()
         require(results[0]["status"] == "ok", f"a program ended with {results[0]['status']}")
     except (OSError, RuntimeError, ValueError) as error:
-        fix = "only for the verifier code: allow user namespaces, or set environment.code.sandbox"
+        fix = "only for the verifier code: a newer kernel, or set environment.code.sandbox"
         yield Finding("warn", str(error)[:200], fix)
     else:
-        yield Finding("ok", sandbox.protection)
+        yield Finding("ok", "Landlock and seccomp")
 
 
 ALL_WITHIN_S = 100.0

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import os
 import resource
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,8 +42,6 @@ MOST_FILES = 65_536
 """Open files that a worker process asks for."""
 MOST_BODIES = 2
 """Calls of one rollout whose bodies are held and read at the same time."""
-PIECE = 65_536
-"""Characters of a piece of a long text, of which the tokens are counted before it is encoded."""
 ANY_TOOL = {"type": "function", "function": {"name": "any", "parameters": {"type": "object"}}}
 """A tool with which the parser of tool calls is tried."""
 
@@ -88,8 +84,6 @@ class AgentKit:
         """The HTTP client of all function agents; made with the first call."""
         self._thread = ThreadPoolExecutor(1)
         """A tokenizer is used by one thread at a time, and other rollouts do not wait for it."""
-        self.has_warned = False
-        """Whether the user was told of a client that changes turns of the model."""
         self.serving: asyncio.Task[None] | None = None
         """The task of the server, which would end without a reference to it."""
 
@@ -103,7 +97,6 @@ class AgentKit:
             self.command = check_command(
                 settings.command, network=settings.network, isolate=isolate
             )
-            self._check_readable()
         else:
             name = settings.function
             self.function = (
@@ -130,26 +123,9 @@ class AgentKit:
         CallReader(settings.parser, tokenizer, [ANY_TOOL], "environment.agent.parser")
         allowed = self.codec.allows_control
         self.markup = TurnMarkup(tokenizer, (), self.codec.variables, control_tokens=allowed)
-        begins = tokenizer.bos_token_id in tokenizer("").input_ids[:1]
-        self.beginning = str(tokenizer.bos_token) if begins else ""
-        """Special token with which the tokenizer begins a text that no template writes."""
         from megarl.apps.gateway.server import serve_agents  # imports vLLM's protocol, for seconds
 
         self.port, self.serving = await serve_agents(self)
-
-    def _check_readable(self) -> None:
-        """Raise `ValueError` if the program lies where it cannot read."""
-        if self.settings.network == "open" or not self.config.isolate:
-            return
-        for word in self.command:
-            real = Path(os.path.realpath(word))
-            for path in self.settings.hidden:
-                require(
-                    not (Path(word).is_absolute() and real.is_relative_to(os.path.realpath(path))),
-                    f"environment.agent.command names {word}, but an agent cannot read {path}"
-                    " (data, the run's folder or environment.agent.hidden); move the program out of"
-                    " it, or set environment.agent.network to 'open'",
-                )
 
     @property
     def codec(self) -> Codec:
@@ -212,18 +188,6 @@ class AgentKit:
         """What `function` returns, which runs beside the event loop."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, function, *arguments)
-
-    def encode(self, text: str, most: int) -> list[int]:
-        """The token ids of `text`, or of its first pieces, if these have more than `most` tokens
-        already, in which case no more is read; 0 for no limit.
-        """
-        if most and len(text) > max(8 * most, PIECE):  # the limit is passed well before the end
-            count = 0
-            for start in range(0, len(text), PIECE):
-                count += len(ids := self.codec.encode(text[start : start + PIECE]))
-                if count > 1.1 * most + PIECE // 64:  # pieces have a few tokens more
-                    return ids[:1] * count
-        return self.codec.encode(text)
 
     async def read(
         self, text: str, token_ids: np.ndarray, call: AgentCall, room: int
@@ -290,7 +254,7 @@ class AgentSession:
         """Calls that wait to be answered, and None once the agent has ended."""
         self._calls: dict[bytes, list[AgentCall]] = {}
         """{digest: the calls that ask the same}, of all calls"""
-        self._conversations = Conversations(kit.markup, kit.beginning)
+        self._conversations = Conversations(kit.markup)
         self._agent: asyncio.Future[Any] | None = None
         self._call: AgentCall | None = None
         """The call that the model answers at present."""
@@ -385,7 +349,7 @@ class AgentSession:
             try:
                 node = await beside(self._conversations.place, call.chat, call.tools)
                 self._context, self._place = node.tokens, node
-                ids = await beside(self.kit.encode, node.text, self._left())
+                ids = await beside(self.kit.codec.encode, node.text)
                 self._context = call.prompt_tokens = node.tokens + len(ids)
                 self._given = self._room(call, len(ids))
             except Exception as error:  # also what the template and the tokenizer raise
@@ -506,14 +470,7 @@ class AgentSession:
 
     def told_at_end(self) -> dict[str, Any]:
         """What the worker process replies besides at the end of the rollout."""
-        warning, changed = "", self._conversations.changed
-        if changed and not self.kit.has_warned:  # once for each worker process
-            self.kit.has_warned = True
-            warning = (
-                "a conversation of an agent begins anew at a turn of the model that the agent's"
-                f" client has changed: {changed}; see that it sends back what it was given"
-            )
-        return {"untrained": self.untrained, "warning": warning}
+        return {"untrained": self.untrained}
 
     async def close(self) -> None:
         """End the agent, and refuse its calls from now on."""

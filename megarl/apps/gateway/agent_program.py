@@ -18,9 +18,9 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from megarl.environments.descendants import END_WITHIN_S
+from megarl.environments.descendants import end_overseen
 from megarl.environments.isolation import has_filters, landlock_version
 from megarl.environments.session import Answer
 from megarl.settings.schema import require
@@ -33,9 +33,8 @@ MOST_OUTPUT = 2**20
 """Bytes of an agent's output that are kept: of its standard output the last, which hold the
 answer."""
 ERROR_BYTES = 2000
-CLOSE_WITHIN_S = 1.0
-"""Seconds that the output of an agent which has ended is still read for: a process that has escaped
-may hold it open."""
+REMOVE_WITHIN_S = 1.0
+"""Seconds that the removal of an agent's folder is waited for."""
 NETWORK_SINCE = 4
 """First version of Landlock that can restrict TCP connections (Linux 6.7)."""
 STARTER = """import json, os, sys
@@ -45,14 +44,14 @@ from megarl.environments.isolation import cover, enter_own_domain, filter_calls,
 parent, port, folder, *command = sys.argv[2:]
 def begin():
     if port == "0":
-        enter_own_domain(mounts=False)
+        enter_own_domain()
     elif port != "none":
         with open(folder + "/hidden.json") as file:
             hidden = json.load(file)
         os.remove(file.name)
         cover(hidden, folder)
         os.chdir(folder + "/work")
-        enter_own_domain(mounts=False, connects=int(port), folder=folder, hidden=hidden)
+        enter_own_domain(connects=int(port), folder=folder, hidden=hidden)
     if port != "none" and has_filters():
         filter_calls(alone=port != "0")
     os.execvp(command[0], command)
@@ -152,46 +151,38 @@ async def run_agent_program(
         if port not in ("0", "none"):  # a file, since the words of a command are limited
             (folder / "hidden.json").write_text(json.dumps(unseen))
         starter = [sys.executable, "-PS", "-c", STARTER, str(ROOT), str(os.getpid()), port]
-        process = subprocess.Popen(
-            [*starter, str(folder), *words],
-            cwd=work,
-            env=dict(os.environ) | own | dict(variables),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        reading = [
-            asyncio.create_task(_last(process.stdout, MOST_OUTPUT)),
-            asyncio.create_task(_last(process.stderr, ERROR_BYTES)),
-        ]
-        try:
-            await _ended(process)
-            process.wait()
-            await asyncio.wait(reading, timeout=CLOSE_WITHIN_S)
-            output, complained = (read.result() if read.done() else b"" for read in reading)
+        with (folder / "stdout").open("w+b") as output, (folder / "stderr").open("w+b") as errors:
+            process = subprocess.Popen(
+                [*starter, str(folder), *words],
+                cwd=work,
+                env=dict(os.environ) | own | dict(variables),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+                start_new_session=True,
+            )
+            try:
+                await _ended(process)
+            finally:
+                await asyncio.to_thread(end_overseen, process)
             if code := process.returncode:
-                last = complained.decode(errors="replace").strip().splitlines()[-1:]
+                last = _last(errors, ERROR_BYTES).splitlines()[-1:]
                 how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
                 raise AgentFailed(
                     f"the agent ended with {how}{''.join(f': {line}' for line in last)}"
                 )
-            return _answer(folder / "result.json" if scores else None, output)
-        finally:
-            for task in reading:
-                task.cancel()
-            await asyncio.to_thread(_end, process)
+            return _answer(folder / "result.json" if scores else None, _last(output, MOST_OUTPUT))
     finally:
         # Of millions of files the rest is removed while the rollout goes on.
         removed = in_thread("removal", functools.partial(remove_folder, folder))
-        await asyncio.wait([asyncio.wrap_future(removed)], timeout=CLOSE_WITHIN_S)
+        await asyncio.wait([asyncio.wrap_future(removed)], timeout=REMOVE_WITHIN_S)
 
 
-def _answer(result: Path | None, said: bytes) -> Any:
+def _answer(result: Path | None, said: str) -> Any:
     """What an agent that has ended without an error answers: the score in the file `result`, if it
     may have one and has written it, otherwise what it printed.
     """
-    answer = Answer(said.decode(errors="replace").strip())
+    answer = Answer(said)
     if result is None:
         return answer
     try:
@@ -221,25 +212,7 @@ async def _ended(process: subprocess.Popen[bytes]) -> None:
         os.close(descriptor)
 
 
-async def _last(stream: Any, most: int) -> bytes:
-    """The last `most` bytes of a pipe, which is read to its end, and closed."""
-    reader, loop = asyncio.StreamReader(), asyncio.get_running_loop()
-    factory = functools.partial(asyncio.StreamReaderProtocol, reader)
-    transport, _ = await loop.connect_read_pipe(factory, stream)
-    kept = b""
-    try:
-        while chunk := await reader.read(2**16):
-            kept = (kept + chunk)[-most:]
-    finally:
-        transport.close()
-    return kept
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process above an agent, which first ends the agent and all that it has started."""
-    process.terminate()
-    try:
-        process.wait(END_WITHIN_S + CLOSE_WITHIN_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+def _last(file: BinaryIO, most: int) -> str:
+    """The last `most` bytes of a file, as text."""
+    file.seek(max(0, file.seek(0, os.SEEK_END) - most))
+    return file.read(most).decode(errors="replace").strip()

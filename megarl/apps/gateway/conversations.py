@@ -23,8 +23,6 @@ from megarl.apps.tools.markup import TurnMarkup
 from megarl.data.chat_template import Tools, Turn
 from megarl.system.files import canonical_json
 
-RAW = "text"
-"""Role of a text that no chat template writes, the only message of its conversation."""
 TEXTS = {"text", "input_text", "output_text", "refusal"}
 """Types of content parts that are texts."""
 WRITTEN = ("name", "reasoning", "reasoning_content")
@@ -110,8 +108,6 @@ def plain(message: dict[str, Any]) -> Turn:
         raise ValueError(f"the content of a message is no text and no list, but {content!r:.80}")
     turn["content"] = content or ""
     turn["role"] = "system" if turn.get("role") == "developer" else turn.get("role", "user")
-    if turn["role"] == RAW:
-        raise ValueError(f"a message has the role '{RAW}'; set another")
     if turn.get("tool_calls"):
         turn["tool_calls"] = [_as_object(call) for call in turn["tool_calls"]]
     return turn
@@ -132,22 +128,15 @@ class Conversations:
     continue an earlier one: `place` for each call, then `asked` and, for each answer, `answered`.
     """
 
-    def __init__(self, markup: TurnMarkup, beginning: str = "") -> None:
-        """`markup`: of the model's chat template. `beginning`: special tokens with which a text
-        begins that no template writes.
-        """
-        self._markup, self._beginning = markup, beginning
+    def __init__(self, markup: TurnMarkup) -> None:
+        """`markup`: of the model's chat template."""
+        self._markup = markup
         self._asked: dict[bytes, _Recorded] = {}
         """{digest of messages and tools: what was written for them}"""
         self._answered: dict[bytes, _Recorded] = {}
         """{digest of messages and tools, the last one the model's: its turn}"""
-        self._turns: dict[bytes, list[Turn]] = {}
-        """{digest of messages and tools: the turns with which the model has answered them}"""
         self.started = 0
         """Conversations of their own that have begun."""
-        self.changed = ""
-        """How a turn of the model came back that is another only by the client's way of writing it;
-        the conversation begins anew there. "" if none did."""
 
     def place(self, chat: Sequence[Turn], tools: Tools) -> Place:
         """Where the call with the messages `chat` and `tools` (as `plain` returns them, and in
@@ -159,28 +148,11 @@ class Conversations:
         if (again := self._asked.get(keys[-1])) is not None:  # one more answer
             return Place(again.number, "", again.tokens, keys[-1])
         for length in range(len(chat), 0, -1):
-            before = self._answered.get(keys[length])
-            if before is None:
-                self._compare(chat[length - 1], self._turns.get(keys[length - 1], []))
-            else:
+            if (before := self._answered.get(keys[length])) is not None:
                 turn, new = chat[length - 1], chat[length:]
                 text = self._markup.following(before.text, turn, new, tools)
                 return Place(before.number, text, before.tokens, keys[-1])
-        if chat[0]["role"] == RAW:
-            return Place(NEW, self._beginning + chat[0]["content"], 0, keys[-1])
         return Place(NEW, self._markup.whole(chat, tools), 0, keys[-1])
-
-    def _compare(self, turn: Turn, said: Sequence[Turn]) -> None:
-        """Note in `changed` whether the message `turn`, in the place of the model's turns `said`,
-        is one of these with other arguments or thoughts: no editing that an agent means.
-        """
-        for known in said if turn["role"] == "assistant" else ():
-            calls, others = (_values(each.get("tool_calls") or []) for each in (known, turn))
-            text, other = known["content"].strip(), turn["content"].strip()
-            if text == other and [name for name, _ in calls] == [name for name, _ in others]:
-                is_call = calls != others
-                before, after = (calls, others) if is_call else (sorted(known), sorted(turn))
-                self.changed = f"{json.dumps(before):.200} came back as {json.dumps(after):.200}"
 
     def asked(self, place: Place, number: int, tokens: int) -> None:
         """Remember that segment `number` of the rollout was written for the call at `place`, whose
@@ -195,4 +167,3 @@ class Conversations:
         with special tokens.
         """
         self._answered[_after(place.key, turn)] = _Recorded(number, tokens, said)
-        self._turns.setdefault(place.key, []).append(turn)

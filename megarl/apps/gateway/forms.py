@@ -14,15 +14,10 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-from vllm.entrypoints.openai.responses.utils import (
-    decode_custom_tool_input,
-    encode_custom_tool_input,
-)
 
 from megarl.apps.gateway.calls import AgentCall, ApiError, Choice, stops_of
-from megarl.apps.gateway.conversations import RAW, plain
-from megarl.apps.gateway.tool_types import Names, ToolName, split_tools, text_function
+from megarl.apps.gateway.conversations import plain
+from megarl.apps.gateway.tool_types import Names, split_tools
 
 Event = tuple[str, dict[str, Any] | str]
 """(name, or "" for none; data as JSON or text) of a server-sent event."""
@@ -30,34 +25,31 @@ MOST_CHOICES = 128
 
 NOT_GIVEN = (None, False, 0, [], {}, "", "auto", {"type": "text"})
 """Values of settings that ask for nothing."""
-REFUSED = {
-    "logprobs": "the log-probs are recorded with the rollout, and not given to the agent",
-    "top_logprobs": "the log-probs are recorded with the rollout, and not given to the agent",
-    "response_format": "a constrained answer is not sampled from the model that is trained",
-    "structured_outputs": "a constrained answer is not sampled from the model that is trained",
-    "frequency_penalty": "it would change what is sampled from the model that is trained",
-    "presence_penalty": "it would change what is sampled from the model that is trained",
-    "logit_bias": "it would change what is sampled from the model that is trained",
-    "repetition_penalty": "it would change what is sampled from the model that is trained",
-    "bad_words": "it would change what is sampled from the model that is trained",
-    "min_tokens": "it would change what is sampled from the model that is trained",
-    "stop_token_ids": "where the model stops is the run's",
-    "continue_final_message": "the model's turns are its own",
-    "echo": "the prompt is not repeated",
-    "return_token_ids": "they are recorded with the rollout, and not given to the agent",
-    "include_stop_str_in_output": "an answer ends before its stop text",
-    "suffix": "the model writes from left to right",
-    "functions": "`tools` is its newer form",
-    "function_call": "`tool_choice` is its newer form",
-    "web_search_options": "the model calls the agent's own tools",
-    "prompt_logprobs": "the log-probs are recorded with the rollout, and not given to the agent",
-    "allowed_token_ids": "it would change what is sampled from the model that is trained",
-    "use_beam_search": "it would change what is sampled from the model that is trained",
-    "ignore_eos": "where the model stops is the run's",
-    "chat_template": "the chat template is the run's (prompts.template_variables)",
-    "chat_template_kwargs": "the chat template is the run's (prompts.template_variables)",
-    "documents": "the chat template is the run's; a message may hold them",
-}
+_RECORDED = "the log-probs are recorded with the rollout, and not given to the agent"
+_CONSTRAINED = "a constrained answer is not sampled from the model that is trained"
+_CHANGED = "it would change what is sampled from the model that is trained"
+_TEMPLATE = "the chat template is the run's (prompts.template_variables)"
+REFUSED = (
+    dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids"), _RECORDED)
+    | dict.fromkeys(("response_format", "structured_outputs"), _CONSTRAINED)
+    | dict.fromkeys(
+        (
+            *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"),
+            *("bad_words", "min_tokens", "allowed_token_ids", "use_beam_search"),
+        ),
+        _CHANGED,
+    )
+    | dict.fromkeys(("stop_token_ids", "ignore_eos"), "where the model stops is the run's")
+    | dict.fromkeys(("chat_template", "chat_template_kwargs", "documents"), _TEMPLATE)
+    | {
+        "continue_final_message": "the model's turns are its own",
+        "echo": "the prompt is not repeated",
+        "include_stop_str_in_output": "an answer ends before its stop text",
+        "functions": "`tools` is its newer form",
+        "function_call": "`tool_choice` is its newer form",
+        "web_search_options": "the model calls the agent's own tools",
+    }
+)
 """{setting of a request that must not be set: why}"""
 
 
@@ -146,38 +138,6 @@ class OpenAIForm:
         return {"error": body | {"code": error.code or None}}
 
 
-def _as_function(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool of a chat request as the model reads it."""
-    if tool["type"] == "function":
-        return tool
-    return {"type": "function", "function": text_function(tool.get("custom") or {})}
-
-
-def _with_functions(message: Any) -> Any:
-    """A message whose calls are all of functions, which is how the model has made them."""
-    if not isinstance(message, dict) or not isinstance(calls := message.get("tool_calls"), list):
-        return message
-    return message | {"tool_calls": [_as_function_call(call) for call in calls]}
-
-
-def _as_function_call(call: Any) -> Any:
-    if not isinstance(call, dict) or call.get("type") != "custom":
-        return call
-    own = call.get("custom") or {}
-    arguments = encode_custom_tool_input(own.get("input") or "")
-    function = {"name": own.get("name"), "arguments": arguments}
-    return {"id": call.get("id"), "type": "function", "function": function}
-
-
-def _as_own_call(call: dict[str, Any], names: Names) -> dict[str, Any]:
-    """A call of the model as the agent names it."""
-    function = call["function"]
-    if function["name"] not in names:
-        return call
-    text = decode_custom_tool_input(function["arguments"])
-    return {"id": call["id"], "type": "custom", "custom": {"name": function["name"], "input": text}}
-
-
 class ChatCompletions(OpenAIForm):
     """OpenAI's /v1/chat/completions."""
 
@@ -186,23 +146,18 @@ class ChatCompletions(OpenAIForm):
     def read(self, body: Any) -> Asked:
         if not isinstance(body.get("messages", []), list):
             raise ApiError("`messages` is no list; send a list of messages", param="messages")
-        kept, left_out = split_tools(body.get("tools"), ("function", "custom"))
-        texts = [tool.get("custom") or {} for tool in kept if tool["type"] == "custom"]
-        names = {str(tool["name"]): ToolName("", tool["name"], True) for tool in texts}
-        body = body | {"tools": [_as_function(tool) for tool in kept]}
-        if not body["tools"]:  # frameworks may say auto all the same
+        kept, left_out = split_tools(body.get("tools"), ("function",))
+        body = {"messages": []} | body | {"tools": kept}
+        if not kept:  # frameworks may say auto all the same
             idle = (("tool_choice", "auto"), ("tool_choice", "none"))
             body = {k: v for k, v in body.items() if k != "tools" and (k, v) not in idle}
         # vLLM writes into the messages that it checks: it renames `reasoning_content`.
-        body["messages"] = [_with_functions(item) for item in body.get("messages", [])]
         messages = [dict(item) if isinstance(item, dict) else item for item in body["messages"]]
         checked = body | {"messages": messages}
         if isinstance(body.get("tool_choice"), dict):  # `chat_asked` refuses it
             checked.pop("tool_choice")
         request = ChatCompletionRequest.model_validate(checked)
-        asked = replace(chat_asked(request, body), names=names, left_out=left_out)
-        asked.call.sends_back = lambda call: _as_function_call(_as_own_call(call, names))
-        return asked
+        return replace(chat_asked(request, body), left_out=left_out)
 
     def _head(self, asked: Asked, kind: str) -> dict[str, Any]:
         return {
@@ -213,12 +168,10 @@ class ChatCompletions(OpenAIForm):
         }
 
     def answer(self, asked: Asked, call: AgentCall, choices: Sequence[Choice]) -> dict[str, Any]:
-        rows = []
-        for number, choice in enumerate(choices):
-            message = dict(choice.message)
-            if choice.calls:
-                message["tool_calls"] = [_as_own_call(item, asked.names) for item in choice.calls]
-            rows.append({"index": number, "message": message, "finish_reason": choice.finish})
+        rows = [
+            {"index": number, "message": choice.message, "finish_reason": choice.finish}
+            for number, choice in enumerate(choices)
+        ]
         head = self._head(asked, "chat.completion")
         return head | {"choices": rows, "usage": token_counts(call, choices)}
 
@@ -234,8 +187,7 @@ class ChatCompletions(OpenAIForm):
             if item.text:
                 yield chunk(number, {"content": item.text})
             for index, tool_call in enumerate(item.calls):
-                numbered_call = {"index": index} | _as_own_call(tool_call, asked.names)
-                yield chunk(number, {"tool_calls": [numbered_call]})
+                yield chunk(number, {"tool_calls": [{"index": index} | tool_call]})
             yield chunk(number, {}, item.finish)
         if asked.has_usage:
             yield "", head | {"choices": [], "usage": token_counts(call, choices)}
@@ -274,11 +226,6 @@ def chat_asked(request: ChatCompletionRequest, body: dict[str, Any]) -> Asked:
         calls_once=body.get("parallel_tool_calls") is False,
         stop=stops_of(request.stop),
     )
-    return asked_of(request, call)
-
-
-def asked_of(request: ChatCompletionRequest | CompletionRequest, call: AgentCall) -> Asked:
-    """The call of a request, with the way to answer it."""
     options = request.stream_options
     return Asked(
         call,
@@ -296,57 +243,3 @@ def limit_of(request: dict[str, Any], name: str) -> int:
     if tokens is not None and int(tokens) < 1:
         raise ApiError(f"`{name}` is {tokens}; set it to at least 1", param=name)
     return int(tokens or 0)
-
-
-class Completions(OpenAIForm):
-    """OpenAI's older /v1/completions: one text, without a chat template."""
-
-    path = "/v1/completions"
-
-    def read(self, body: Any) -> Asked:
-        request = CompletionRequest.model_validate(body)
-        refuse_settings(request)
-        if request.logprobs is not None:  # 0 asks for those of the sampled tokens
-            raise unsupported("logprobs")
-        if body.get("best_of") not in (None, 1):
-            raise unsupported("best_of", "no answers are compared; `n` gives several")
-        prompt = request.prompt
-        if isinstance(prompt, list) and len(prompt) == 1:
-            (prompt,) = prompt
-        if not isinstance(prompt, str) or not prompt:
-            raise ApiError("`prompt` must be one text that is not empty", param="prompt")
-        call = AgentCall(
-            chat=[{"role": RAW, "content": prompt}],
-            tools=[],
-            max_tokens=limit_of(body, "max_tokens"),
-            count=request.n or 1,
-            stop=stops_of(request.stop),
-        )
-        return asked_of(request, call)
-
-    def answer(self, asked: Asked, call: AgentCall, choices: Sequence[Choice]) -> dict[str, Any]:
-        return self._head(asked) | {
-            "choices": [self._choice(*pair) for pair in enumerate(choices)],
-            "usage": token_counts(call, choices),
-        }
-
-    def _head(self, asked: Asked) -> dict[str, Any]:
-        created = int(time.time())
-        return {
-            "id": new_id("cmpl"),
-            "object": "text_completion",
-            "created": created,
-            "model": asked.model,
-        }
-
-    def _choice(self, number: int, choice: Choice) -> dict[str, Any]:
-        about = {"index": number, "text": choice.text, "logprobs": None}
-        return about | {"finish_reason": choice.finish}
-
-    def events(self, asked: Asked, call: AgentCall, choices: Sequence[Choice]) -> Iterator[Event]:
-        head = self._head(asked)
-        for pair in enumerate(choices):
-            yield "", head | {"choices": [self._choice(*pair)]}
-        if asked.has_usage:
-            yield "", head | {"choices": [], "usage": token_counts(call, choices)}
-        yield "", "[DONE]"

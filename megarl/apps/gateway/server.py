@@ -1,5 +1,5 @@
-"""The HTTP server that agents call: OpenAI's chat completions, completions and responses, and
-Anthropic's messages.
+"""The HTTP server that agents call: OpenAI's chat completions and responses, and Anthropic's
+messages.
 
     request --form--> AgentCall --queue of its session--> choices --form--> response, or its events
 
@@ -18,43 +18,32 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import uvicorn
 from pydantic import ValidationError
-from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from vllm.exceptions import VLLMValidationError
 
 from megarl.apps.gateway.calls import AgentCall, ApiError
-from megarl.apps.gateway.forms import Asked, ChatCompletions, Completions, Event, Form, unsupported
+from megarl.apps.gateway.forms import Asked, ChatCompletions, Event, Form, unsupported
 from megarl.apps.gateway.other_forms import CountTokens, Messages, Responses
-from megarl.apps.tools.forked import TookTooLong, in_copy
 from megarl.apps.tools.markup import TurnMarkup
+from megarl.environments.codec import Codec
 from megarl.settings.agents import AgentConfig
 
-FORMS: tuple[Form, ...] = (
-    *(ChatCompletions(), Completions(), Responses()),
-    *(CountTokens(), Messages()),
-)
+FORMS: tuple[Form, ...] = (ChatCompletions(), Responses(), CountTokens(), Messages())
 """The APIs that the gateway speaks."""
 MOST_BYTES = 2**22
 """Longest request."""
-MOST_ITEMS = 20_000
+MOST_ITEMS = 5_000
 """Most items in all lists of a request: messages, parts of contents, tools."""
 MOST_OPEN = 256
 """Calls of one rollout that may be open at the same time."""
-LIGHT_ITEMS, LIGHT_RESPONSES = 500, 50
-"""Most items of a request that is read in a thread; of one to /v1/responses. Wrong ones take vLLM's
-classes 0.05 and 1 ms each, all of them in one piece with Python's lock."""
-LIGHT_MARKS = 100_000
-"""Most brackets, commas and colons of one whose JSON is read in a thread; 10 ms in one piece."""
 BEGIN_S, ALIVE_S = 0.1, 0.4
 """Seconds after which a streamed response begins, whose errors had a status of their own until
 then, and between the comments which show a client that it goes on."""
@@ -80,11 +69,12 @@ class Agents(Protocol):
     markup: TurnMarkup
 
     @property
+    def codec(self) -> Codec: ...
+
+    @property
     def sessions(self) -> Mapping[str, OpenRollout]: ...
 
     async def beside(self, function: Callable[..., Any], *arguments: Any) -> Any: ...
-
-    def encode(self, text: str, most: int) -> list[int]: ...
 
 
 class _Server(uvicorn.Server):
@@ -165,7 +155,7 @@ async def serve_agents(kit: Agents) -> tuple[int, asyncio.Task[None]]:
     gateway = Gateway(kit)
     web = _Server(
         uvicorn.Config(
-            gateway.app,
+            gateway,
             http=partial(ClientConnection, known=gateway.connections),  # pyright: ignore[reportArgumentType]
             log_config=None,
             access_log=False,
@@ -178,7 +168,7 @@ async def serve_agents(kit: Agents) -> tuple[int, asyncio.Task[None]]:
 
 
 class Gateway:
-    """The ASGI application `app`, which answers the calls of the agents of `kit`."""
+    """The ASGI application that answers the calls of the agents of `kit`."""
 
     def __init__(self, kit: Agents) -> None:
         self._kit = kit
@@ -188,14 +178,15 @@ class Gateway:
         """Types of tools which the model was not shown, as they were told."""
         self.connections: dict[Any, ClientConnection] = {}
         """{(host, port) of a client: its connection}"""
-        routes = [Route(form.path, _Endpoint(self, form), methods=["POST"]) for form in FORMS]
-        routes += [Route(path, self._models) for path in ("/v1/models", "/v1/models/{name:path}")]
-        routes.append(Route("/", _alive))
-        self.app = Starlette(routes=routes, exception_handlers={404: _not_found, 405: _not_found})
 
-    async def answer(self, form: Form, request: Request, send: Send) -> None:
-        """Answer a request of the API `form`."""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        request = Request(scope, receive)
+        forms = {form.path: form for form in FORMS if request.method == "POST"}
+        form = forms.get(request.url.path)
         try:
+            if form is None:
+                return await _json(self._page(request))(scope, receive, send)
             session = self._session(request)
             if session.open >= MOST_OPEN:  # before the body, which takes memory, is read
                 raise ApiError(f"{MOST_OPEN} calls of this rollout are open already", status=429)
@@ -205,12 +196,13 @@ class Gateway:
             finally:
                 session.open -= 1
         except ClientDisconnect:  # uvicorn may not know of it yet
-            return await Response(status_code=499)(request.scope, request.receive, send)
+            return await Response(status_code=499)(scope, receive, send)
         except ApiError as one:
             error = one
         except Exception as one:
             error = ApiError(f"the gateway failed: {one!r:.500}", status=500)
-        await _json(form.error(error), error.status)(request.scope, request.receive, send)
+        form = form or FORMS[-1 if "anthropic-version" in request.headers else 0]
+        await _json(form.error(error), error.status)(scope, receive, send)
 
     async def _answer(self, form: Form, request: Request, session: OpenRollout, send: Send) -> None:
         async with session.reading:
@@ -257,14 +249,7 @@ class Gateway:
             body += chunk
             if len(body) > MOST_BYTES:
                 raise ApiError(f"the request has more than {MOST_BYTES:,} bytes", status=413)
-        if sum(body.count(mark) for mark in b"[{,:") <= LIGHT_MARKS:
-            with contextlib.suppress(_Heavy):
-                light = LIGHT_RESPONSES if isinstance(form, Responses) else LIGHT_ITEMS
-                return await self._kit.beside(_read, form, body, light)
-        try:
-            return await in_copy(_read, form, body, MOST_ITEMS)
-        except TookTooLong as error:
-            raise ApiError(f"the request cannot be read: {error}; shorten it", status=413) from None
+        return await self._kit.beside(_read, form, body)
 
     def _tell(self, left_out: Sequence[str]) -> None:
         """Tell the user, once for each, of types of tools that the model is not shown."""
@@ -287,7 +272,7 @@ class Gateway:
         """The tokens of a conversation as the chat template writes it."""
         try:
             text = self._kit.markup.whole(call.chat, call.tools)
-            return len(self._kit.encode(text, self._kit.settings.context_tokens))
+            return len(self._kit.codec.encode(text))
         except ValueError as error:
             raise ApiError(str(error), param="messages") from None
 
@@ -304,19 +289,23 @@ class Gateway:
             code="invalid_api_key",
         )
 
-    async def _models(self, request: Request) -> Response:
-        """The list of models, or one of them, in OpenAI's and Anthropic's form at once."""
-        name, asked = self._kit.settings.model, request.path_params.get("name")
-        form = FORMS[-1] if "anthropic-version" in request.headers else FORMS[0]
-        try:
-            self._session(request)
-            self._check_model(asked or name)
-        except ApiError as error:
-            return _json(form.error(error), error.status)
+    def _page(self, request: Request) -> dict[str, Any]:
+        """What there is beside the APIs: the list of models, or one of them, in OpenAI's and
+        Anthropic's form at once, and a sign of life.
+        """
+        path, name = request.url.path, self._kit.settings.model
+        if path == "/":
+            return {"status": "ok"}
+        top, _, asked = path.removeprefix("/v1/").partition("/")
+        if top != "models" or request.method not in ("GET", "HEAD"):
+            known = ", ".join(form.path for form in FORMS)
+            raise ApiError(f"there is no {request.method} {path}, only {known}", status=404)
+        self._session(request)
+        self._check_model(asked or name)
         about = {"id": name, "object": "model", "created": 0, "owned_by": "megarl"}
         about |= {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
         listed = {"object": "list", "data": [about], "has_more": False}
-        return _json(about if asked else listed | {"first_id": name, "last_id": name})
+        return about if asked else listed | {"first_id": name, "last_id": name}
 
     def _check_model(self, name: str) -> None:
         """Raise `ApiError` for a model that there is not."""
@@ -331,21 +320,6 @@ class Gateway:
             )
 
 
-@dataclass(frozen=True)
-class _Endpoint:
-    """An API as an ASGI application."""
-
-    gateway: Gateway
-    form: Form
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.gateway.answer(self.form, Request(scope, receive), send)
-
-
-class _Heavy(Exception):
-    """Raised for a request that is to be read in a process of its own."""
-
-
 async def _start_stream(send: Send) -> None:
     head = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
     await send({"type": "http.response.start", "status": 200, "headers": head})
@@ -355,27 +329,13 @@ async def _write(send: Send, body: bytes, *, more: bool = False) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
-async def _alive(request: Request) -> Response:
-    """The answer to a client that looks whether there is a server."""
-    return _json({"status": "ok"})
-
-
-async def _not_found(request: Request, _: Exception) -> Response:
-    paths = ", ".join(form.path for form in FORMS)
-    error = ApiError(f"there is no {request.method} {request.url.path}, only {paths}", status=404)
-    form = FORMS[-1] if "anthropic-version" in request.headers else FORMS[0]
-    return _json(form.error(error), 404)
-
-
 def _json(data: dict[str, Any], status: int = 200) -> Response:
     """A response of JSON in ASCII, which also holds half of a surrogate pair."""
     return Response(json.dumps(data), status, media_type="application/json")
 
 
-def _read(form: Form, body: bytes | bytearray, most_items: int = MOST_ITEMS) -> Asked:
-    """The request `body`. Raises `ApiError` for whatever is wrong with it, and `_Heavy` for one of
-    more than `most_items` items in lists where `MOST_ITEMS` are allowed.
-    """
+def _read(form: Form, body: bytes | bytearray) -> Asked:
+    """The request `body`. Raises `ApiError` for whatever is wrong with it."""
     try:
         tree = json.loads(body, parse_constant=_finite, parse_float=_finite)
         if b"\\u" in body:  # half of a surrogate pair is no text for a tokenizer
@@ -384,9 +344,7 @@ def _read(form: Form, body: bytes | bytearray, most_items: int = MOST_ITEMS) -> 
         raise ApiError(f"the request is no JSON: {error}") from None
     if not isinstance(tree, dict):
         raise ApiError("the request is no JSON object; send one with `model`")
-    if (items := _items(tree)) > most_items and most_items < MOST_ITEMS:
-        raise _Heavy
-    if items > MOST_ITEMS:  # each may be told about by several errors
+    if _items(tree) > MOST_ITEMS:  # each may be told about by several errors
         raise ApiError(f"the request has more than {MOST_ITEMS:,} items in lists", status=413)
     try:
         asked = form.read(tree)
@@ -427,23 +385,18 @@ def _invalid(request: Any, error: ValidationError) -> ApiError:
     """The error for a request that its protocol class refuses. Of pydantic's errors the deepest in
     the request: for a union there are also those of the types that were not meant.
     """
-    places = []
+    paths = list[tuple[int, str, str]]()
     for item in error.errors(include_url=False, include_context=False, include_input=False):
-        parts = list[Any](item["loc"])
-        path, value = [], request
-        for step in parts:  # without the names of a union's forms
-            if isinstance(value, list):
-                is_known = isinstance(step, int) and step < len(value)
-            else:
-                is_known = isinstance(value, dict) and step in value
-            if is_known:
+        path, value = list[str](), request
+        for step in item["loc"]:  # without the names of a union's forms
+            if item["type"] == "missing" and step == item["loc"][-1]:
+                path.append(str(step))
+                break
+            with contextlib.suppress(LookupError, TypeError):
                 value = value[step]
-                path.append(step)
-        if item["type"] == "missing":
-            path.append(parts[-1])
-        reason = item["msg"].removeprefix("Value error, ")
-        places.append((".".join(map(str, path)), reason, len(path)))
-    name, reason, _ = max(places, key=lambda entry: entry[2])
+                path.append(str(step))
+        paths.append((len(path), ".".join(path), item["msg"].removeprefix("Value error, ")))
+    _, name, reason = max(paths, key=lambda entry: entry[0])
     return ApiError(f"{name}: {reason}" if name else reason, param=name or None)
 
 

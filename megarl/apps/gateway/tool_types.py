@@ -51,10 +51,7 @@ def text_function(tool: Mapping[str, Any]) -> dict[str, Any]:
     the text. A grammar of the text is shown, and not enforced.
     """
     about, grammar = tool.get("description") or "", tool.get("format")
-    if isinstance(grammar, dict):  # chat completions have the grammar one level deeper
-        grammar = grammar.get("grammar") or grammar
-    grammar = grammar if isinstance(grammar, dict) else {}
-    if rules := grammar.get("definition"):
+    if isinstance(grammar, dict) and (rules := grammar.get("definition")):
         about = f"{about}\n\nGrammar of the input ({grammar.get('syntax')}):\n{rules}".strip()
     return {"name": tool.get("name"), "description": about, "parameters": custom_tool_parameters()}
 

@@ -7,23 +7,18 @@ while it works, such as a regular expression, would stop all rollouts of the pro
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import multiprocessing
 import os
-import select
 import signal
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-
-import cloudpickle
 
 MOST_S = 2.0
 """CPU seconds of a call."""
 LATEST_S = 30.0
 """Seconds after which a copy is ended that waits instead of working."""
-WHOLE = b"whole"
-"""End of a reply that was written to its end."""
+FORK = multiprocessing.get_context("fork")
 _threads = ThreadPoolExecutor(2)
 """They wait for copies; no more run at the same time."""
 
@@ -42,41 +37,30 @@ async def in_copy(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _run(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process
-            signal.setitimer(signal.ITIMER_PROF, MOST_S)
-            try:
-                made = (function(*arguments), None)
-            except Exception as error:
-                made = (None, error)
-            with open(writer, "wb") as file:
-                file.write(cloudpickle.dumps(made) + WHOLE)
-        finally:
-            os._exit(0)
-    os.close(writer)
+    reader, writer = FORK.Pipe(duplex=False)
+    copy = FORK.Process(target=_work, args=(writer, function, arguments), daemon=True)
+    copy.start()
+    writer.close()
     try:
-        reply = _all_of(reader)
+        if not reader.poll(LATEST_S):
+            raise EOFError
+        result, error = reader.recv()
+    except EOFError:
+        raise TookTooLong(f"it took longer than {MOST_S:g} s") from None
     finally:
-        os.close(reader)
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-    if not reply.endswith(WHOLE):
-        raise TookTooLong(f"it took longer than {MOST_S:g} s")
-    found, error = cloudpickle.loads(reply)
+        copy.kill()
+        copy.join()
+        reader.close()
     if error is not None:
         raise error
-    return found
+    return result
 
 
-def _all_of(reader: int) -> bytes:
-    """What is written to a pipe up to its end, or within `LATEST_S`."""
-    found, end = bytearray(), time.monotonic() + LATEST_S
-    while select.select([reader], [], [], max(0.0, end - time.monotonic()))[0]:
-        if not (chunk := os.read(reader, 2**20)):
-            break
-        found += chunk
-    return bytes(found)
+def _work(writer: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process
+    signal.setitimer(signal.ITIMER_PROF, MOST_S)
+    try:
+        writer.send((function(*arguments), None))
+    except Exception as error:
+        writer.send((None, error))
+    os._exit(0)

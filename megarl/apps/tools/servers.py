@@ -10,24 +10,48 @@ rollout that was calling it fails.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager
+import contextlib
+import logging
+import os
+import shlex
+import sys
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import httpx2
 from anyio import BrokenResourceError, ClosedResourceError
 from mcp import ClientSession
-from mcp.types import CONNECTION_CLOSED, INVALID_REQUEST, PARSE_ERROR, PaginatedRequestParams
-from pydantic import ValidationError
+from mcp.client.stdio import StdioServerParameters, stdio_client
+from mcp.client.streamable_http import streamable_http_client
+from mcp.types import (
+    CONNECTION_CLOSED,
+    INTERNAL_ERROR,
+    INVALID_REQUEST,
+    PARSE_ERROR,
+    PaginatedRequestParams,
+)
 
 from megarl.apps.tools.tool import CallError, Schema, ToolUnavailable, function_schema, read_object
-from megarl.apps.tools.transports import FAILED, LOST, SOON_S, LastWords, over_http, over_pipes
 from megarl.settings.addresses import is_remote, read_token
 from megarl.settings.schema import shortened
 
+ROOT = Path(__file__).resolve().parents[3]  # where the package megarl lies
+# The server ends with this process, even one that is killed.
+PROGRAM = """import sys
+sys.path[:0] = [path for path in sys.argv[1:2] if path not in sys.path]
+from megarl.system.signals import become
+become(int(sys.argv[2]), sys.argv[3:])"""
 START_WITHIN_S = 60.0
+SOON_S = 5.0
+"""Seconds in which a server has to accept a connection, and to end when it is told to."""
 ERROR_CHARACTERS = 300
-NO_ANSWER = (FAILED, LOST, CONNECTION_CLOSED, PARSE_ERROR, INVALID_REQUEST)
+NO_ANSWER = (CONNECTION_CLOSED, PARSE_ERROR, INVALID_REQUEST, INTERNAL_ERROR)
 """Codes of MCP errors over HTTP that the model could do nothing about: the rollout fails."""
+
+# A traceback for each line that is no message, with parts of the line; errors are told here.
+for _logger in ("mcp", "client"):
+    logging.getLogger(_logger).setLevel(logging.CRITICAL)
 
 
 class ToolServer:
@@ -57,8 +81,8 @@ class ToolServer:
         self._task: asyncio.Task[None] | None = None
         self._session: Any = None
         self._starting = asyncio.Lock()
-        self._words: LastWords | None = None
-        self._nonsense = ""
+        self._status = ""
+        """The last HTTP status by which the server has refused a request."""
 
     async def start(self) -> None:
         """Start the server's process, or open a session with the server at the URL, and read its
@@ -81,48 +105,62 @@ class ToolServer:
             what = f" within {START_WITHIN_S:g} s" if timed_out else f" ({error})"
             raise ValueError(
                 f"environment.tools.servers.{self.name}: `{self._command}` gave no list of tools"
-                f"{what}{await self._last_words()}; {self._advice(str(error))}"
+                f"{what}; {self._advice()}"
             ) from None
         if not self.tools:
             self.tools = [ServerTool(self, schema) for schema in schemas]
 
-    def _advice(self, said: str) -> str:
+    def _advice(self) -> str:
         if not is_remote(self._command):
-            return "run the command by hand to see why"
-        if "HTTP 401" in said or "HTTP 403" in said:
+            return "see what it wrote above, or run the command by hand"
+        if self._status in ("HTTP 401", "HTTP 403"):
             if self._token_variable:
                 return f"export {self._token_variable} ({self._setting}) with the server's token"
             return f"set {self._setting} to the name of the environment variable with its token"
         return "set the address at which it speaks MCP by streamable HTTP, and see its log"
 
-    async def _last_words(self) -> str:
-        """What the server has written that explains a failure, for messages."""
-        wrote = await self._words.read() if self._words is not None else ""
-        said = f"; on standard output it wrote what is no message: {self._nonsense}"
-        return (f"; it wrote: {wrote}" if wrote else "") + (said if self._nonsense else "")
-
-    def _streams(self) -> AbstractAsyncContextManager[Any]:
-        if is_remote(self._command):
-            token = read_token(self._token_variable, self._setting)
-            return over_http(self._command, token, START_WITHIN_S + self._limit_s)
-        if self._words is not None:
-            self._words.close()
-        self._words = LastWords(self.name)
-        return over_pipes(self._command, self._variables, self._words)
-
-    async def _note(self, message: Any) -> None:
-        """Handle what the MCP client passes on beside answers: of lines on the server's standard
-        output that are no MCP messages, keep the first for errors.
+    @contextlib.asynccontextmanager
+    async def _streams(self) -> AsyncIterator[Any]:
+        """The (read, write) streams of a session. A process writes its standard error to that of
+        this process.
         """
-        if isinstance(message, ValidationError) and not self._nonsense:
-            self._nonsense = shortened(repr(message.errors()[0]["input"]), ERROR_CHARACTERS)
+        if not is_remote(self._command):
+            words = shlex.split(self._command)
+            parameters = StdioServerParameters(
+                command=sys.executable,
+                args=["-P", "-c", PROGRAM, str(ROOT), str(os.getpid()), *words],
+                env=self._variables,
+                encoding_error_handler="replace",  # or one such byte would end all reading
+            )
+            with open(2, "w", closefd=False) as errors:
+                async with stdio_client(parameters, errlog=errors) as streams:
+                    yield streams
+            return
+        token = read_token(self._token_variable, self._setting)
+        async with (
+            httpx2.AsyncClient(
+                headers={"Authorization": f"Bearer {token.value}"} if token else {},
+                timeout=httpx2.Timeout(SOON_S, read=START_WITHIN_S + self._limit_s),
+                event_hooks={"response": [self._note]},
+            ) as client,
+            streamable_http_client(self._command, http_client=client) as streams,
+        ):
+            yield streams
+
+    async def _note(self, response: httpx2.Response) -> None:
+        """Note an HTTP status that the official client's errors leave out."""
+        if response.is_error and response.request.method == "POST":
+            self._status = f"HTTP {response.status_code}"
+            # Some servers answer 400 instead of 404 for a session that they do not know.
+            if response.status_code in (400, 404) and "mcp-session-id" in response.request.headers:
+                self._end_session()
 
     async def _serve(self, ready: asyncio.Future[list[Schema]], stop: asyncio.Event) -> None:
         session = None
         try:
             async with (
                 self._streams() as streams,
-                ClientSession(*streams, message_handler=self._note) as session,
+                ClientSession(*streams) as session,
             ):
                 await session.initialize()
                 listed = await session.list_tools()
@@ -137,7 +175,7 @@ class ToolServer:
                 await stop.wait()
         except BaseException as error:
             if not ready.done():
-                ready.set_exception(RuntimeError(_said(error)))
+                ready.set_exception(RuntimeError(f"{self._status} {_said(error)}".strip()))
             if isinstance(error, asyncio.CancelledError):
                 raise
         finally:
@@ -165,20 +203,15 @@ class ToolServer:
             raise CallError(f"the tool did not answer within {limit_s:g} s") from None
         except Exception as error:
             code = getattr(error, "code", 0)
-            if is_remote(self._command) and code in NO_ANSWER:
-                if code == LOST:
-                    self._end_session()
-                said = shortened(str(error), ERROR_CHARACTERS)
-                raise ToolUnavailable(
-                    f"the MCP server '{self.name}' did not answer a call ({said})"
-                ) from None
             is_gone = isinstance(error, BrokenResourceError | ClosedResourceError)
             if is_gone or code == CONNECTION_CLOSED:
                 self._end_session()
-                raise ToolUnavailable(
-                    f"the MCP server '{self.name}' ended during a call{await self._last_words()}"
-                ) from None
-            raise CallError(f"{type(error).__name__}: {error}") from None
+            elif not is_remote(self._command) or code not in NO_ANSWER:
+                raise CallError(f"{type(error).__name__}: {error}") from None
+            said = shortened(f"{self._status} {error}".strip(), ERROR_CHARACTERS)
+            raise ToolUnavailable(
+                f"the MCP server '{self.name}' did not answer a call, or has ended ({said})"
+            ) from None
         text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in found.content)
         if found.is_error:
             raise CallError(text)
@@ -194,8 +227,6 @@ class ToolServer:
             self._stop.set()
             await asyncio.wait({self._task}, timeout=SOON_S)
             self._task.cancel()
-        if self._words is not None:
-            self._words.close()
 
 
 class ServerTool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -200,6 +200,13 @@ FACTORS = frozenset([
 ])  # fmt: skip
 
 
+def _joined(type: str, items: Sequence[Node], text: str = "") -> Node:
+    """An expression of several items; a single one as it is. Raises `NotRead` for none."""
+    if not items:
+        raise NotRead
+    return items[0] if len(items) == 1 else Node(type, tuple(items), text)
+
+
 class _Reader:
     """A recursive-descent parser. `depth` in its methods is the number of open brackets; with
     `bars`, a bar closes what is read.
@@ -229,7 +236,7 @@ class _Reader:
             if self.type in ("end", "close") and words <= {",", ";"}:
                 break
             items.append(self._relation(depth))
-        return items[0] if len(items) == 1 else Node("list", tuple(items), "".join(sorted(words)))
+        return _joined("list", items, "".join(sorted(words)))
 
     def _relation(self, depth: int) -> Node:
         sides, signs = [], []
@@ -247,17 +254,16 @@ class _Reader:
     def _union(self, depth: int) -> Node:
         items, sign = [self._ratio(depth)], ""
         while self.type == "union":
-            sign = self.take()
-            sign = {"\u222a": "\\cup", "\u2229": "\\cap"}.get(sign, sign)
+            sign = self.take().replace("\u222a", "\\cup").replace("\u2229", "\\cap")
             items.append(self._ratio(depth))
-        return items[0] if not sign else Node("union", tuple(items), sign)
+        return _joined("union", items, sign)
 
     def _ratio(self, depth: int) -> Node:
         items = [self._sum(depth)]
         while self.type == "ratio":
             self.take()
             items.append(self._sum(depth))
-        return items[0] if len(items) == 1 else Node("ratio", tuple(items))
+        return _joined("ratio", items)
 
     def _sum(self, depth: int, *, bars: bool = False) -> Node:
         terms: list[Node] = []
@@ -271,7 +277,7 @@ class _Reader:
             if negative:
                 term = Node("negative", (term,))
             terms.append(Node("pm", (term,), "-" if "mp" in either else "+") if either else term)
-        return terms[0] if len(terms) == 1 else Node("sum", tuple(terms))
+        return _joined("sum", terms)
 
     def _product(self, depth: int, *, bars: bool) -> Node:
         factor = self._power(depth)
@@ -288,7 +294,7 @@ class _Reader:
                     quotients += 1
                     if quotients > MAX_DEPTH:
                         raise NotRead
-                    before = factors[0] if len(factors) == 1 else Node("product", tuple(factors))
+                    before = _joined("product", factors)
                     factors = [Node("quotient", (before, factor), "/" if sign == "/" else ":")]
                     continue
             elif self.type == "multiple":
@@ -309,11 +315,9 @@ class _Reader:
             else:
                 break
             factors.append(factor)
-        if len(factors) == 1:
-            return factors[0]
-        if factors[0].type == "unit":
+        if len(factors) > 1 and factors[0].type == "unit":
             raise NotRead
-        return Node("product", tuple(factors))
+        return _joined("product", factors)
 
     def _power(self, depth: int) -> Node:
         base, start = self._atom(depth), self.place
@@ -357,14 +361,8 @@ class _Reader:
         if depth > MAX_DEPTH:
             raise NotRead
         type, text = self.type, self.take()
-        if type == "number":
-            return _number(text)
-        if type == "mixed":
-            return _mixed(text)
-        if type == "repeating":
-            return _repeating(text)
-        if type == "unit":
-            return Node("unit", text=text)
+        if type in NUMBERS:
+            return NUMBERS[type](text)
         if type in ("frac", "binom"):
             over, under = self._argument(depth), self._argument(depth)
             return Node("quotient" if type == "frac" else "binom", (over, under), "frac")
@@ -374,39 +372,30 @@ class _Reader:
                 degree = self._group(depth)
             radicand = self._argument(depth) if text == "\\sqrt" else self._atom(depth)
             return Node("root", (degree, radicand))
-        if type == "matrix":
-            return _matrix(text)
         if type == "set":
             return Node("set", text="" if "math" not in text else text[-2:].strip("{} "))
         if type == "open":
             self.place -= 1
             return self._group(depth)
-        if type == "bar":
-            inside = self._sum(depth + 1, bars=True) if depth < MAX_DEPTH else None
-            if inside is None or self.type != "bar":
+        if type in ("bar", "floor") and depth < MAX_DEPTH:
+            inside = self._sum(depth + 1, bars=type == "bar")
+            if self.type != type:
                 raise NotRead
             self.take()
-            return Node("bar", (inside,))
-        if type == "floor":
-            inside = self._sum(depth + 1) if depth < MAX_DEPTH else None
-            if inside is None or self.type != "floor":
-                raise NotRead
-            self.take()
-            return Node("floor" if "floor" in text or text == "\u230a" else "ceil", (inside,))
-        if type == "name" and text.strip("\\") in FUNCTIONS and text.startswith("\\"):
+            is_ceil = type == "floor" and "floor" not in text and text != "\u230a"
+            return Node("ceil" if is_ceil else type, (inside,))
+        if type == "name" and text.startswith("\\") and text[1:] in FUNCTIONS:
             return self._call(text[1:], depth)
-        if type == "name":
-            return Node("name", text=text)
+        if type in ("name", "unit"):
+            return Node(type, text=text)
         raise NotRead
 
     def _call(self, name: str, depth: int) -> Node:
         base, exponent = None, None
         while self.type in ("below", "power"):
-            if self.type == "below":
-                self.take()
+            if self.take() == "_":
                 base = self._signed(depth)
             else:
-                self.take()
                 exponent = self._signed(depth)
         if self.type == "open":
             argument = self._power(depth)
@@ -416,9 +405,7 @@ class _Reader:
                 factors and self.tokens[self.place][1].strip("\\") in FUNCTIONS
             ):
                 factors.append(self._power(depth))
-            if not factors:
-                raise NotRead
-            argument = factors[0] if len(factors) == 1 else Node("product", tuple(factors))
+            argument = _joined("product", factors)
         if base is not None and base.text == "e" and base.type == "name":
             name, base = "ln", None
         if exponent is not None and exponent.type == "negative" and exponent.items[0].text == "1":
@@ -493,6 +480,10 @@ def _matrix(text: str) -> Node:
     if any(cell is None for cell in cells):
         raise NotRead
     return Node("matrix", tuple(cell for cell in cells if cell), str(len(rows)))
+
+
+NUMBERS = {"number": _number, "mixed": _mixed, "repeating": _repeating, "matrix": _matrix}
+"""{type of a token: function that makes a node of its text}"""
 
 
 def replaced(node: Node, change: Callable[[Node], Node]) -> Node:

@@ -7,14 +7,12 @@ from collections.abc import Awaitable, Callable
 from decimal import Decimal
 from typing import Any
 
-from megarl.apps.verifiers.code.code_tests import same_json
+from megarl.apps.verifiers.code.code_tests import fenced_blocks, same_json
 from megarl.environments.response_text import row_value
 from megarl.settings.environments import EnvironmentConfig
-from megarl.settings.schema import require, shortened
+from megarl.settings.schema import shortened
 from megarl.types import Prompt
 
-FENCE = "```"
-REFERENCES = ("$ref", "$dynamicRef")
 MISSING = object()
 
 
@@ -32,16 +30,24 @@ def json_schema(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[
     fixed = _validator(own.schema, "json_schema.schema") if own.schema else None
 
     async def verify(prompt: Prompt, response: str) -> float:
-        validator = fixed
+        from referencing.exceptions import Unresolvable
+
+        validator, location = fixed, "json_schema.schema"
         if validator is None:
             setting = "json_schema.schema_column"
             location = f"row {prompt.index}, column '{own.schema_column}'"
             validator = _validator(row_value(prompt, own.schema_column, setting), location)
-        block = _last_block(response)
+        blocks = [block for block in fenced_blocks(response) if block.language == "json"]
+        text = next((block.text for block in reversed(blocks) if block.is_closed), response)
         try:
-            value = json.loads(response if block is None else block, parse_constant=_refuse)
+            value = json.loads(text, parse_constant=_refuse)
             if not validator.is_valid(value):
                 return 0.0
+        except Unresolvable as error:
+            raise ValueError(
+                f"{location} refers to {shortened(repr(error.ref))}, which is not in it; write what"
+                " it names into the schema, under $defs (addresses are not fetched)"
+            ) from None
         # No JSON, nested thousands deep, or 1e400 where the schema has a multipleOf
         except (ValueError, RecursionError, ArithmeticError):
             return 0.0
@@ -67,56 +73,7 @@ def _validator(schema: Any, location: str) -> Any:
             f"{location} is no JSON Schema ({shortened(reason)}); correct it"
         ) from None
     # An own registry: the default one would fetch what "$ref" names.
-    registry = referencing.Registry()
-    missing = _missing_reference(tree, validator, registry)
-    require(
-        missing is None,
-        f"{location} refers to {shortened(repr(missing))}, which is not in it; write what it names"
-        " into the schema, under $defs (addresses are not fetched)",
-    )
-    return validator(tree, registry=registry)
-
-
-def _missing_reference(tree: Any, validator: Any, registry: Any) -> str | None:
-    """The first reference of a schema that leads to nothing; None if there is none. `validator`:
-    class of its validator.
-    """
-    from referencing.exceptions import Unresolvable
-    from referencing.jsonschema import specification_with
-
-    specification = specification_with(validator.META_SCHEMA["$schema"])
-    root = specification.create_resource(tree)
-    waiting, seen = [(root, registry.resolver_with_root(root))], set[int]()
-    while waiting:
-        resource, resolver = waiting.pop()
-        if id(resource.contents) in seen or not isinstance(resource.contents, dict):
-            continue
-        seen.add(id(resource.contents))
-        for keyword in REFERENCES:
-            reference = resource.contents.get(keyword)
-            if isinstance(reference, str):
-                try:
-                    target = resolver.lookup(reference)
-                except Unresolvable:
-                    return reference
-                waiting.append((specification.create_resource(target.contents), target.resolver))
-        waiting += [(sub, resolver.in_subresource(sub)) for sub in resource.subresources()]
-    return None
-
-
-def _last_block(response: str) -> str | None:
-    """The last fenced block of Markdown whose language is json and that has an end."""
-    last, block = None, None
-    for line in response.split("\n"):
-        bare = line.strip()
-        if block is None:
-            if bare.startswith(FENCE) and bare.removeprefix(FENCE).strip() == "json":
-                block = []
-        elif bare == FENCE:
-            last, block = block, None
-        else:
-            block.append(line)
-    return None if last is None else "\n".join(last)
+    return validator(tree, registry=referencing.Registry())
 
 
 def _refuse(constant: str) -> Any:

@@ -48,11 +48,30 @@ def exact_value(node: Node) -> Fraction | None:
 
 
 def _exact(node: Node) -> Fraction:
-    values = [_exact(item) for item in node.items]
-    value = _combined(node, values)
+    value = _combined(node, [_exact(item) for item in node.items])
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
         raise TooLarge
     return value
+
+
+def _arithmetic(node: Node, values: Sequence[Any]) -> Any:
+    """The value of an operation that is the same for exact and for complex numbers; None for
+    others.
+    """
+    match node.type:
+        case "unit":
+            return Fraction(1)
+        case "negative":
+            return -values[0]
+        case "sum":
+            return sum(values)
+        case "product":
+            return math.prod(values)
+        case "bar":
+            return abs(values[0])
+        case "quotient" | "ratio" if len(values) == 2:
+            return values[0] / values[1]
+    return None
 
 
 def _combined(node: Node, values: Sequence[Fraction]) -> Fraction:
@@ -60,19 +79,6 @@ def _combined(node: Node, values: Sequence[Fraction]) -> Fraction:
     match node.type:
         case "number":
             return node.value
-        case "unit":
-            return Fraction(1)
-        case "negative":
-            return -first
-        case "sum":
-            return sum(values, Fraction())
-        case "product":
-            return Fraction(math.prod(value.numerator for value in values),
-                            math.prod(value.denominator for value in values))  # fmt: skip
-        case "quotient":
-            return first / last
-        case "ratio" if len(values) == 2:
-            return first / last
         case "power" if last.denominator == 1:
             bits = max(first.numerator.bit_length(), first.denominator.bit_length())
             if bits * abs(last) > MAX_BITS:
@@ -86,11 +92,12 @@ def _combined(node: Node, values: Sequence[Fraction]) -> Fraction:
             if first > MAX_ARGUMENT:
                 raise TooLarge
             return Fraction(math.comb(first.numerator, last.numerator))
-        case "bar":
-            return abs(first)
         case "floor" | "ceil":
             return Fraction(getattr(math, node.type)(first))
-    raise TooLarge
+    value = _arithmetic(node, values)
+    if value is None:
+        raise TooLarge
+    return value
 
 
 @lru_cache(maxsize=1024)
@@ -143,16 +150,6 @@ def _numeric(mp: Any, node: Node, values: Sequence[Any], point: int) -> Any:
             return mp.mpf(Random(key(node) + str(point)).uniform(low, high))
         case "unit":
             return mp.one
-        case "negative":
-            return -first
-        case "sum":
-            return mp.fsum(values)
-        case "product":
-            return mp.fprod(values)
-        case "quotient":
-            return first / last
-        case "ratio" if len(values) == 2:
-            return first / last
         case "power":
             if first == 0:
                 if mp.re(last) < 0:
@@ -167,13 +164,14 @@ def _numeric(mp: Any, node: Node, values: Sequence[Any], point: int) -> Any:
             return mp.factorial(first)
         case "binom" if max(abs(first), abs(last)) <= MAX_ARGUMENT:
             return mp.binomial(first, last)
-        case "bar":
-            return abs(first)
         case "floor" | "ceil":
             return getattr(mp, node.type)(first)
         case "call" if all(abs(value) <= MAX_ARGUMENT for value in values):
             return _called(mp, node.text, values)
-    raise TooLarge
+    value = _arithmetic(node, values)
+    if value is None:
+        raise TooLarge
+    return value
 
 
 def _called(mp: Any, name: str, values: Sequence[Any]) -> Any:

@@ -16,8 +16,10 @@ import symtable
 from collections.abc import Callable, Container
 from typing import Any
 
-from megarl.apps.verifiers.code import sandbox_kernel as kernel
 from megarl.apps.verifiers.code.program_server import decode, encode
+from megarl.environments.isolation import call_libc
+
+SET_DUMPABLE = 4
 
 
 class _Kept:
@@ -86,7 +88,7 @@ def check_asserts(
     program; without any, a builtin, such as `sum`, that the program defines is one. `modules`: of
     Python's library, which are imported. `text`: the program, which is only parsed.
     """
-    kernel.prctl(kernel.SET_DUMPABLE, 0)  # the program may not open this process's memory
+    call_libc("prctl", SET_DUMPABLE, 0, 0, 0, 0)  # the program may not open this process's memory
     program = _Program(3, 4)
     namespace: dict[str, Any] = {"__name__": "tests"}
     namespace |= {name: importlib.import_module(name) for name in modules}

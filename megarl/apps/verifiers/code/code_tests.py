@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from megarl.apps.verifiers.code.program_server import encode
 from megarl.apps.verifiers.code.tested_names import UnclearNames, names_of_tests
@@ -69,8 +69,6 @@ class Tests:
     more: dict[str, Any] = field(default_factory=dict)
     """For asserts: {"setup": text of statements that run before the tests, "names": names of the
     program's functions, "modules": names of modules of Python's library}; else empty."""
-    unmet: frozenset[str] = frozenset()
-    """Names in asserts that nothing defines, so that no program passes; a module ends with "."."""
 
     def whole(self, program: str) -> str:
         """The text to run for `program`, the code that `extract` took from a response: the program
@@ -193,7 +191,7 @@ def _asserts(
     except UnclearNames as error:
         raise BadTests(f"column {column}: {error}") from None
     more = {"setup": setup, "names": names.program, "modules": names.modules}
-    return Tests("asserts", texts, more=more, unmet=frozenset(names.unmet))
+    return Tests("asserts", texts, more=more)
 
 
 def _source(prompt: str, name: str) -> tuple[str, str]:
@@ -253,26 +251,44 @@ def _call(name: Any, arguments: Any, column: str) -> dict[str, Any]:
     return {"call": str(name), "args": encode(arguments, refuse), "named": {}}
 
 
+class FencedBlock(NamedTuple):
+    """A fenced block of Markdown."""
+
+    language: str
+    lines: list[str]
+    is_closed: bool
+    """Whether it has an end; the last of a response may have none."""
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines) + "\n"
+
+
+def fenced_blocks(response: str) -> list[FencedBlock]:
+    """The fenced blocks of a model's response, in their order."""
+    blocks: list[FencedBlock] = []
+    inside = False
+    for line in response.replace("\r\n", "\n").split("\n"):  # others stand in texts of a program
+        bare = line.strip()
+        if inside and bare == FENCE:
+            inside, blocks[-1] = False, blocks[-1]._replace(is_closed=True)
+        elif inside:
+            blocks[-1].lines.append(line)
+        elif bare.startswith(FENCE) and FENCE not in bare[3:]:
+            inside = True
+            blocks.append(FencedBlock(bare[3:].strip().lower(), [], False))
+    return blocks
+
+
 def extract(response: str, *, fence_required: bool = False) -> str | None:
     """The text of the Python program in a model's response: the last fenced block marked as Python,
     else the last fenced block, else the whole response, or None with `fence_required`. A last block
     without an end runs to the end of the response.
     """
-    blocks: list[tuple[str, list[str]]] = []
-    inside = False
-    for line in response.replace("\r\n", "\n").split("\n"):  # others stand in texts of a program
-        bare = line.strip()
-        if inside and bare == FENCE:
-            inside = False
-        elif inside:
-            blocks[-1][1].append(line)
-        elif bare.startswith(FENCE) and FENCE not in bare[3:]:
-            inside = True
-            blocks.append((bare[3:].strip().lower(), []))
+    blocks = fenced_blocks(response)
     if not blocks:
         return None if fence_required else response
-    python = [lines for language, lines in blocks if language in PYTHON]
-    return "\n".join((python or [lines for _, lines in blocks])[-1]) + "\n"
+    return ([block for block in blocks if block.language in PYTHON] or blocks)[-1].text
 
 
 def same_output(found: str, expected: str, tolerance: float = 0.0) -> bool:

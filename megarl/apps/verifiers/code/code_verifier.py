@@ -29,12 +29,10 @@ FIRST_TESTS = 4
 """Number of tests in the first round; each further round has twice as many. A wrong program ends
 with the round in which it fails."""
 READ_WITHIN_S = 5.0
-"""Seconds in which the tests of rows are read whole; of later rows only the names of the columns
-are looked at."""
-SHOWN_ROWS = 5
+"""Seconds in which the tests of rows are read before a run."""
 HOLDS = {
-    "namespaces": "programs run in Linux namespaces: no network, a read-only view of the"
-    " interpreter, no privileges, limits on time, memory, processes, files and output",
+    "auto": "programs run under Landlock and seccomp: no network, only the interpreter to read,"
+    " limits on time, memory, processes, files and output",
     "rlimits": "programs run under limits only: they can read files and use the network",
     "none": "programs run without protection but limits on time and output",
 }
@@ -124,48 +122,30 @@ def _passes(
 
 
 def say_protection(config: EnvironmentConfig) -> None:
-    """Print on rank 0 how programs of the verifier `code` are isolated on this machine: by Linux
-    namespaces, by resource limits alone, or not at all. Starts a sandbox to find out, and ends it.
-    Raises `ValueError` if this machine refuses the isolation that the recipe asks for.
+    """Print on rank 0 how programs of the verifier `code` are isolated on this machine, for which a
+    sandbox is started and ended. Raises `ValueError` if this machine refuses the isolation that the
+    recipe asks for.
     """
     for name, settings in config.programs.items():
         if launcher.rank() == 0:
-            sandbox = Sandbox(settings)
-            sandbox.close()
+            Sandbox(settings).close()
             where = f"environment.mixture.{name}.code" if name else "environment.code"
-            console.say(f"{where}: {HOLDS[sandbox.protection]}")
+            console.say(f"{where}: {HOLDS[settings.sandbox]}")
 
 
 def check_rows(config: EnvironmentConfig, prompts: Iterable[Prompt], setting: str) -> None:
     """Raise `ValueError`, naming the row, unless the verifier `code` finds tests in the row of
-    every prompt that it scores, and it is clear which names in them are the program's. Warns of
-    rows whose tests no program can pass, because they use a name that nothing defines. `setting`:
-    the recipe's section that the prompts are read from, for messages.
+    every prompt that it scores, and it is clear which names in them are the program's. Ends after
+    `READ_WITHIN_S`. `setting`: the recipe's section that the prompts are read from, for messages.
     """
     programs, until = config.programs, time.monotonic() + READ_WITHIN_S
-    unmet: dict[str, list[int]] = {}
     for prompt in prompts:
-        if prompt.environment not in programs:  # scored by another verifier
-            continue
-        column = programs[prompt.environment].tests_column
-        columns = (column,) if column else code_tests.COLUMNS
-        has_tests = any(prompt.fields.get(name) for name in columns)
-        if has_tests and time.monotonic() > until:
+        name = prompt.environment
+        if name not in programs or time.monotonic() > until:
             continue
         try:
-            tests = code_tests.read_tests(prompt.fields, column)
-            for used in tests.unmet:
-                unmet.setdefault(used, []).append(prompt.index)
+            code_tests.read_tests(prompt.fields, programs[name].tests_column)
         except code_tests.BadTests as error:
-            name = prompt.environment
             where = f"environment.mixture.{name}.code." if name else "environment.code."
             message = str(error).replace("environment.code.", where)
             raise ValueError(f"{setting}, verifier 'code', row {prompt.index}: {message}") from None
-    for used, rows in sorted(unmet.items()) if launcher.rank() == 0 else ():
-        more = f" and {len(rows) - SHOWN_ROWS:,} more" if len(rows) > SHOWN_ROWS else ""
-        console.say(
-            f"megarl: warning: {setting}, verifier 'code': the tests of row"
-            f" {', '.join(map(str, rows[:SHOWN_ROWS]))}{more} use '{used}', which neither they nor"
-            f" the row's {' or '.join(code_tests.SETUPS)} define: every program gets the score 0;"
-            " import it there, or leave the rows out"
-        )

@@ -2,9 +2,9 @@
 
     Sandbox(CodeConfig) --run(kind, program, tests)--> results of the tests
 
-Each sandbox has one server process, which builds the protection once and runs the tests of program
-after program in fresh processes (`megarl.apps.verifiers.code.sandbox_child`). The server ends with
-the process that made the sandbox.
+Each sandbox has one server process, which runs the tests of program after program in fresh
+processes (`megarl.apps.verifiers.code.sandbox_child`). The server and all that it has started end
+with the process that made the sandbox.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.apps.verifiers.code import program_server
+from megarl.environments.descendants import end_overseen
+from megarl.system.files import remove_folder
 
 if TYPE_CHECKING:
     from megarl.settings.code import CodeConfig
@@ -32,7 +35,10 @@ ROOT = Path(__file__).resolve().parents[4]  # where the package megarl lies
 CHILD = """import sys
 sys.path.append(sys.argv[1])
 from megarl.apps.verifiers.code.sandbox_child import main
-main()"""
+from megarl.environments.descendants import oversee
+oversee(int(sys.argv[2]), main)"""
+FOLDER = "megarl-program-"
+"""Prefix of the temporary folders of programs."""
 PROGRAM = """import builtins, sys
 builtins.exit = builtins.quit = sys.exit
 del sys.argv[0], builtins
@@ -52,12 +58,10 @@ class SandboxError(RuntimeError):
 
 class Sandbox:
     """Runs programs that a model wrote on their tests (`run`), in child processes of one server
-    process, with the isolation (Linux namespaces, resource limits alone, or none) and the limits of
-    a `CodeConfig`. Used by one thread; call `close` at the end.
+    process, with the isolation and the limits of a `CodeConfig`. Used by one thread; call `close`
+    at the end.
     """
 
-    protection: str
-    """The protection that holds: "namespaces", "rlimits" or "none"."""
     _process: subprocess.Popen[bytes] | None = None
 
     def __init__(self, config: CodeConfig) -> None:
@@ -67,21 +71,22 @@ class Sandbox:
         """
         self._config = config
         self.command, self.server = commands(config)
-        self.protection = "namespaces" if config.sandbox == "auto" else config.sandbox
         self._start()
 
     def _start(self) -> None:
         config = self._config
+        self._folder = tempfile.mkdtemp(prefix=FOLDER)
+        os.chmod(self._folder, 0o711)  # noqa: S103 - programs of root run as another user
         self._process = subprocess.Popen(
-            [_python(), "-I", "-S", "-c", CHILD, str(ROOT)],
+            [_python(), "-I", "-S", "-c", CHILD, str(ROOT), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={},
             cwd="/",
         )
-        names = ("memory_mib", "processes", "file_mib", "output_kib", "time_limit_s")
+        names = ("sandbox", "memory_mib", "processes", "file_mib", "output_kib", "time_limit_s")
         setup = {
-            "sandbox": self.protection,
+            "folder": os.path.realpath(self._folder),
             "command": self.command,
             "server": self.server,
             "visible": _visible(config, [*self.command, *self.server]),
@@ -128,7 +133,7 @@ class Sandbox:
 
     def _ask(self, message: dict[str, Any], within_s: float) -> dict[str, Any]:
         assert self._process and self._process.stdin and self._process.stdout
-        deadline = threading.Timer(within_s, self._process.kill)
+        deadline = threading.Timer(within_s, self._process.terminate)
         deadline.start()
         try:
             with contextlib.suppress(OSError, ValueError):  # ValueError: half an answer, or none
@@ -144,13 +149,14 @@ class Sandbox:
         )
 
     def close(self) -> None:
-        """Kill the server process and with it everything in the sandbox. May be called twice; a
+        """End the server process and with it everything in the sandbox. May be called twice; a
         later `run` starts a new server process.
         """
         process, self._process = self._process, None
         if process is not None:
-            process.kill()
+            end_overseen(process)
             process.communicate()
+            remove_folder(self._folder)
 
     def __del__(self) -> None:
         self.close()
@@ -201,5 +207,5 @@ def _visible(config: CodeConfig, words: list[str]) -> list[str]:
     paths += [word for word in words if word.startswith("/") and os.path.exists(word)]
     if config.interpreter and words[0] == os.path.abspath(sys.executable):
         paths.append(sys.prefix)
-    visible = dict.fromkeys(os.path.abspath(path) for path in paths if os.path.lexists(path))
+    visible = dict.fromkeys(os.path.realpath(path) for path in paths if os.path.exists(path))
     return [path for path in visible if path != "/"]

@@ -1,14 +1,9 @@
-"""The trusted processes of a sandbox, between the verifier and the programs that it runs.
+"""The server process of a sandbox, between the verifier and the programs that it runs.
 
-    server (in its own user, mount and network namespace; one for each verifier process)
-      └─ warden (one for each job; keeps the job's deadline)
-           └─ first process of the job's process namespace: starts programs, reads what they write
-                └─ programs, as another user, without privileges
-
-The death of each kills those below it: by the parent death signal, and because the end of a process
-namespace's first process ends all its processes. Without namespaces (`rlimits`, `none`) the third
-process is an ordinary one that adopts and kills what programs leave behind; should it be killed,
-the warden does so.
+    overseer (descendants.oversee: ends all below it with the verifier's process)
+      └─ server: one job after the other; starts programs, reads what they write, kills what is left
+           └─ programs: in a Landlock domain, under a seccomp filter and limits; of root, as another
+              user
 
 Messages on standard input and output are JSON, a line each. First the setup, answered by
 {"refused": why, or ""}; then jobs, each answered by {"results": list} or {"failed": text}.
@@ -31,40 +26,82 @@ import os
 import resource
 import select
 import signal
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from megarl.apps.verifiers.code import sandbox_kernel as kernel
 from megarl.apps.verifiers.code.assert_checker import check_asserts
-from megarl.environments.descendants import descendants, end_children
+from megarl.environments.descendants import (
+    SET_DEATH_SIGNAL,
+    SET_SUBREAPER,
+    descendants,
+    end_children,
+)
+from megarl.environments.isolation import (
+    NEVER,
+    SCOPES_SINCE,
+    Rules,
+    become_user,
+    call_libc,
+    enter_own_domain,
+    filter_calls,
+    has_filters,
+    landlock_version,
+)
 from megarl.system.files import remove_folder
 
-GRACE_S = 2.0
-"""Seconds after a job's own time limit until the job is killed: its report is still to be written.
-"""
-FOLDER = "megarl-program-"
-"""Prefix of the temporary folders of programs that run without namespaces."""
 ENOUGH_BYTES = 2**24
 """Bytes of output of all tests of a job after which no further test is begun; the verifier then
 gives the rest as another job."""
-FAILED = json.dumps({"failed": "the sandbox's own process ended before its report"}).encode()
 PROGRAM = "program"
 """Name of the program's file in the folder of the program."""
 LOOK_EVERY_S = 0.02
-"""Seconds between two looks at the memory of all processes of a program."""
+"""Seconds between two looks at the memory of all processes of a program, and at its folder."""
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 PIPE_BYTES = 65536
 MOST_FILES = 128
 """Most files that each process of a program may have open."""
+MOST_NAMES = 4096
+"""Most files and folders in a program's folder."""
 LEAST_NUMBER = 200
 """Lowest number of the copies of descriptors that are made before they get their final numbers."""
-OWN_PROCESSES = 4
-"""Number of processes of the sandbox that count as the program's own where both have the same user.
-"""
+FILES_SINCE = 3
+"""Version of Landlock that can keep a program from all writing (Linux 6.2)."""
+USERS, NOBODY = 2 * 10**9, 65534
+"""User ids of the programs of root: its own for each server, by the server's process id, or nobody
+where a container has no such users."""
+NOT_STARTED = 127
+CALLS: Rules = {
+    # name: (number on x86_64, number on aarch64, never)
+    "socket": (41, 198, NEVER),
+    "ptrace": (101, 117, NEVER),
+    "mount": (165, 40, NEVER),
+    "fsopen": (430, 430, NEVER),
+    "open_tree": (428, 428, NEVER),
+    "chroot": (161, 51, NEVER),
+    "unshare": (272, 97, NEVER),
+    "setns": (308, 268, NEVER),
+    "bpf": (321, 280, NEVER),
+    "perf_event_open": (298, 241, NEVER),
+    "userfaultfd": (323, 282, NEVER),
+    "open_by_handle_at": (304, 265, NEVER),
+    "clone": (56, 220, [(0, 0x7E020000, (0,))]),  # into a namespace of its own
+    "clone3": (435, 435, NEVER),
+    # memory that counts for no process
+    "memfd_create": (319, 279, NEVER),
+    "memfd_secret": (447, 447, NEVER),
+}
+"""System calls that are refused besides those of `filter_calls(alone=True)`."""
+SIGNALS: Rules = {
+    "kill": (62, 129, NEVER),
+    "tkill": (200, 130, NEVER),
+    "tgkill": (234, 131, NEVER),
+    "rt_sigqueueinfo": (129, 138, NEVER),
+    "rt_tgsigqueueinfo": (297, 240, NEVER),
+    "pidfd_send_signal": (424, 424, NEVER),
+}
+"""Those too where Landlock does not keep signals inside."""
 
 
 def main() -> None:
@@ -72,124 +109,23 @@ def main() -> None:
     of JSON from standard input: first the setup (protection, commands, limits), then jobs, each a
     program with its tests, one at a time. It answers each with a line of JSON on standard output:
     {"refused": why no program can run, or ""}, then {"results": list, one for each test} or
-    {"failed": text}. It ends with standard input or with the process that started it.
+    {"failed": text}. It ends with standard input.
     """
-    kernel.tie_to_parent()
-    setup = json.loads(sys.stdin.buffer.readline())
-    try:
-        refused = _protect(setup)
-    except (OSError, KeyError) as error:
-        cause = getattr(error, "strerror", None) or str(error)
-        refused = (
-            f"this machine refuses namespaces ({cause}); allow user namespaces (Linux 5.12 or"
-            " newer), or set environment.code.sandbox to rlimits or none, with which programs can"
-            " read files and use the network"
-        )
-    kernel.prctl(kernel.SET_DUMPABLE, 0)  # for programs this process is closed
-    _answer(json.dumps({"refused": refused}).encode())
+    call_libc("prctl", SET_SUBREAPER, 1, 0, 0, 0)
+    programs = Programs(json.loads(sys.stdin.buffer.readline()))
+    _answer({"refused": programs.refusal()})
     for line in sys.stdin.buffer:
-        read, write = os.pipe()
-        warden = os.fork()
-        if not warden:
-            _warden(setup, json.loads(line), write)
-        os.close(write)
-        with open(read, "rb") as file:
-            report = file.read()  # to its end: neither the warden nor what it started is left
-        os.waitpid(warden, 0)
-        _answer(report if report.endswith(b"\n") else FAILED)
-
-
-def _answer(line: bytes) -> None:
-    """Write an answer, JSON text with or without a newline, as one line to standard output."""
-    sys.stdout.buffer.write(line.rstrip() + b"\n")
-    sys.stdout.buffer.flush()
-
-
-def _protect(setup: dict[str, Any]) -> str:
-    """Enter the namespaces that all jobs share. Returns why programs cannot run, or "". Raises
-    `OSError` or `KeyError` where the kernel refuses namespaces.
-    """
-    setup["is_root"] = is_root = os.geteuid() == 0
-    if setup["sandbox"] == "namespaces":
-        kernel.new_user(is_root)
-        kernel.build_root(setup["visible"])
-    elif not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
-        return "this kernel tells no process's children (CONFIG_PROC_CHILDREN); set namespaces"
-    else:
-        _remove_old_folders()
-    if setup["sandbox"] == "rlimits" and is_root:  # as nobody, because limits do not bind root
-        program = setup["command"][0]
-        nobody: Any = {"user": kernel.NOBODY, "group": kernel.NOBODY, "extra_groups": []}
-        if subprocess.run(["test", "-x", program], check=False, **nobody).returncode:
-            return (
-                f"programs run as the user nobody, who may not run {program}; set"
-                " environment.code.interpreter to one that all users may run"
-            )
-    return ""
-
-
-def _remove_old_folders() -> None:
-    """Remove folders of programs whose warden was killed."""
-    base = tempfile.gettempdir()
-    for name in os.listdir(base):
-        process = name.removeprefix(FOLDER).partition("-")[0]
-        if name.startswith(FOLDER) and process.isdigit() and not os.path.exists(f"/proc/{process}"):
-            remove_folder(os.path.join(base, name))
-
-
-def _warden(setup: dict[str, Any], job: dict[str, Any], report: int) -> None:
-    """Run a job in a process of its own, and kill that at the deadline. Does not return."""
-    try:
-        kernel.tie_to_parent()
-        in_namespaces, top = setup["sandbox"] == "namespaces", ""
-        if in_namespaces:
-            kernel.call_libc("unshare", kernel.NEWPID | kernel.NEWNS | kernel.NEWIPC)
-        else:
-            kernel.prctl(kernel.SET_SUBREAPER, 1)
-            # This process's own: else a program, or another user, could put a link there.
-            top = tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-")
-            os.chmod(top, 0o711)  # noqa: S103 - programs of root run as nobody
-        first = os.fork()
-        if not first:
-            _first_process(Programs(setup, top + kernel.FOLDER), job, report)
-        select.select([os.pidfd_open(first)], [], [], job["total_s"] + GRACE_S)
-        os.kill(first, signal.SIGKILL)  # not reaped before, so its number is its own
-        os.waitpid(first, 0)
-        if not in_namespaces:
-            end_children()  # which are the program's
-            remove_folder(top)
-    finally:
-        os._exit(0)
-
-
-def _first_process(programs: Programs, job: dict[str, Any], report: int) -> None:
-    """Run a job and write its report to the descriptor `report`. Does not return."""
-    try:
-        kernel.tie_to_parent()
-        os.setsid()  # a signal to the process group stays in the sandbox
         try:
-            if programs.in_namespaces:
-                _own_proc()
-            else:
-                kernel.prctl(kernel.SET_SUBREAPER, 1)
-            reply: dict[str, Any] = {"results": run_job(programs, job)}
+            reply: dict[str, Any] = {"results": run_job(programs, json.loads(line))}
         except Exception as error:
             reply = {"failed": f"{type(error).__name__}: {error}"}
-        with open(report, "wb") as file:
-            file.write(json.dumps(reply).encode() + b"\n")
-    finally:
-        os._exit(0)
+        end_children()
+        _answer(reply)
 
 
-def _own_proc() -> None:
-    """Mount a `/proc` that shows the processes of this namespace only; an empty folder where the
-    kernel refuses it, as in containers whose own `/proc` is covered in parts.
-    """
-    flags = kernel.RDONLY | kernel.NOSUID | kernel.NODEV | kernel.NOEXEC
-    try:
-        kernel.mount("proc", "/proc", "proc", flags, "hidepid=2")
-    except OSError:
-        kernel.mount("tmpfs", "/proc", "tmpfs", flags, "size=4k")
+def _answer(reply: dict[str, Any]) -> None:
+    sys.stdout.buffer.write(json.dumps(reply).encode() + b"\n")
+    sys.stdout.buffer.flush()
 
 
 def run_job(programs: Programs, job: dict[str, Any]) -> list[dict[str, Any]]:
@@ -284,35 +220,54 @@ class Programs:
     starts it, `exchange` reads what it writes.
     """
 
-    def __init__(self, setup: dict[str, Any], folder: str) -> None:
-        """`setup`: {"sandbox", "is_root", "command", "server"} and the limits of `CodeConfig`.
-        `folder`: absolute path of the folder in which programs may write.
+    def __init__(self, setup: dict[str, Any]) -> None:
+        """`setup`: {"sandbox", "command", "server", "visible", "folder": absolute path of a folder
+        for the programs' own} and the limits of `CodeConfig`.
         """
         self.setup = setup
-        self.in_namespaces = setup["sandbox"] == "namespaces"
-        self.folder = folder
+        self.folder = os.path.join(setup["folder"], "box")
         self.null = os.open(os.devnull, os.O_RDWR)
+        self.user = os.getuid()
+        """User id of the programs."""
+
+    def refusal(self) -> str:
+        """Why programs cannot run under the protection of the setup; "" if they can."""
+        if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
+            return "this kernel tells no process's children (CONFIG_PROC_CHILDREN)"
+        mode = self.setup["sandbox"]
+        if mode == "auto" and (landlock_version() < FILES_SINCE or not has_filters()):
+            return (
+                "this machine has no Landlock of version 3 (Linux 6.2 or newer, with landlock in"
+                " the kernel's parameter lsm=) or no seccomp; set environment.code.sandbox to"
+                " rlimits or none, with which programs can read files and use the network"
+            )
+        is_other = mode != "none" and self.user == 0
+        command, null = self.setup["command"], self.null
+        for user in (USERS + os.getpid(), NOBODY) if is_other else (self.user,):
+            self.user = user
+            handle = self.start([*command, self.fresh("")], 1.0, null, null, null)
+            ended = os.waitid(os.P_PIDFD, handle, os.WEXITED)
+            os.close(handle)
+            if ended is None or ended.si_status != NOT_STARTED:
+                return ""
+        return (
+            f"programs run as the user {self.user}, who may not run {command[0]}; set"
+            " environment.code.interpreter to one that all users may run"
+        )
 
     def fresh(self, program: str) -> str:
         """End all running programs, empty the folder and write the text `program` to a file in it.
-        Returns the file's path. Raises `TimeoutError` if processes do not end.
+        Returns the file's name. Raises `TimeoutError` if processes do not end.
         """
-        end_children(all_of_namespace=self.in_namespaces)
-        if self.in_namespaces:
-            if os.path.ismount(self.folder):
-                kernel.call_libc("umount2", self.folder, kernel.DETACH)
-            options = f"size={self.setup['file_mib']}m,nr_inodes=4096,mode=0777"
-            kernel.mount("tmpfs", self.folder, "tmpfs", kernel.NOSUID | kernel.NODEV, options)
-        else:
-            remove_folder(self.folder)
-            os.mkdir(self.folder, 0o700)
-            if self.setup["is_root"]:
-                os.chown(self.folder, kernel.NOBODY, kernel.NOBODY)
+        end_children()
+        remove_folder(self.folder)
+        os.mkdir(self.folder, 0o700)
         path = os.path.join(self.folder, PROGRAM)
         with open(path, "w", encoding="utf-8", errors="surrogatepass") as file:
             file.write(program)
         os.chmod(path, 0o444)
-        return path
+        os.chown(self.folder, self.user, self.user if self.user != os.getuid() else -1)
+        return PROGRAM
 
     def start(self, command: list[str] | Callable[[], None], limit_s: float, *wiring: int) -> int:
         """Start a program, `command`, in the folder under all limits, or call a function in a
@@ -333,13 +288,15 @@ class Programs:
                 command()
             else:
                 paths = "/usr/local/bin:/usr/bin:/bin"
-                home = {"PATH": paths, "LANG": "C.UTF-8", "HOME": self.folder}
-                os.execve(command[0], command, home)  # noqa: S606 - there is no shell
+                own = {"HOME": self.folder, "TMPDIR": self.folder}
+                variables = {"PATH": paths, "LANG": "C.UTF-8"} | own
+                os.execve(command[0], command, variables)  # noqa: S606 - there is no shell
         finally:
-            os._exit(127)
+            os._exit(NOT_STARTED)
 
     def _confine(self, wiring: Sequence[int], limit_s: float) -> None:
-        """Give this process its descriptors, limits, user and system call filter."""
+        """Give this process its descriptors, domain, limits, user and system call filter."""
+        is_guarded = self.setup["sandbox"] == "auto"
         os.setsid()
         os.chdir(self.folder)
         # First to numbers beyond those that are overwritten
@@ -349,26 +306,19 @@ class Programs:
         os.closerange(len(high), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         if self.setup["sandbox"] != "none":
             self._set_limits(limit_s)
-            if self.setup["is_root"]:
-                user = kernel.INSIDE if self.in_namespaces else kernel.NOBODY
-                os.setgroups([])
-                os.setresgid(user, user, user)
-                os.setresuid(user, user, user)
-        kernel.tie_to_parent()
-        if self.in_namespaces:
-            # What it has given up does not come back through a set-user-id program.
-            kernel.prctl(kernel.SET_NO_NEW_PRIVILEGES, 1)
-            kernel.clear_capabilities()
-            kernel.deny_system_calls()
+        if is_guarded:
+            enter_own_domain(folder=self.folder, visible=self.setup["visible"])
+        if self.user != os.getuid():
+            become_user(self.user, reads_any=is_guarded)
+        call_libc("prctl", SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+        if is_guarded:
+            has_scopes = landlock_version() >= SCOPES_SINCE
+            filter_calls(alone=True, more=CALLS if has_scopes else CALLS | SIGNALS)
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # ignored by Python, not by its children
             signal.signal(number, signal.SIG_DFL)
 
     def _set_limits(self, limit_s: float) -> None:
-        mib, count = 2**20, self.setup["processes"]
-        if self.in_namespaces:
-            count += 1 if self.setup["is_root"] else OWN_PROCESSES
-        else:  # the limit counts all processes of the user
-            count += _tasks_of(kernel.NOBODY if self.setup["is_root"] else os.getuid())
+        mib = 2**20
         limits = {
             resource.RLIMIT_CORE: 0,
             resource.RLIMIT_NOFILE: MOST_FILES,
@@ -378,7 +328,8 @@ class Programs:
             resource.RLIMIT_AS: 4 * self.setup["memory_mib"] * mib,
             resource.RLIMIT_MSGQUEUE: 0,
             resource.RLIMIT_CPU: int(limit_s) + 1,
-            resource.RLIMIT_NPROC: count,
+            # The limit counts all processes of the user.
+            resource.RLIMIT_NPROC: self.setup["processes"] + _tasks_of(self.user),
         }
         for limit, most in limits.items():
             hard = resource.getrlimit(limit)[1]  # a lower one is kept
@@ -386,18 +337,24 @@ class Programs:
             resource.setrlimit(limit, (most, most))
 
     def _too_large(self) -> bool:
-        """Whether all programs together use more memory than is allowed."""
+        """Whether all programs together use more memory, or their folder holds more, than is
+        allowed.
+        """
         if self.setup["sandbox"] == "none":
             return False
-        if self.in_namespaces:
-            processes = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
-        else:
-            processes = descendants()
         pages = 0
-        for process in processes:
+        for process in descendants():
             with contextlib.suppress(OSError), open(f"/proc/{process}/statm", "rb") as file:
                 pages += int(file.read().split()[1])
-        return pages * PAGE_BYTES > self.setup["memory_mib"] * 2**20
+        if pages * PAGE_BYTES > self.setup["memory_mib"] * 2**20:
+            return True
+        blocks = 0
+        for names, entry in enumerate(_entries(self.folder)):
+            with contextlib.suppress(OSError):
+                blocks += entry.stat(follow_symlinks=False).st_blocks
+            if names > MOST_NAMES or blocks * 512 > self.setup["file_mib"] * 2**20:
+                return True
+        return False
 
     def exchange(self, running: Running, until: float, *, one_line: bool) -> tuple[str, bytes]:
         """Read what a program writes, to its end or, with `one_line`, until there is a whole line.
@@ -443,3 +400,12 @@ def _tasks_of(user: int) -> int:
             if os.stat(f"/proc/{name}").st_uid == user:
                 count += len(os.listdir(f"/proc/{name}/task"))
     return count
+
+
+def _entries(folder: str) -> Iterator[os.DirEntry[str]]:
+    """Yield all files and folders below `folder`."""
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(folder):
+            yield entry
+            if entry.is_dir(follow_symlinks=False):
+                yield from _entries(entry.path)

@@ -31,9 +31,6 @@ class NamesOfTests:
     """Of the program."""
     modules: list[str] = field(default_factory=list)
     """Of Python's library, of which only attributes are used, as `math` in `math.pi`."""
-    unmet: set[str] = field(default_factory=set)
-    """Of nobody, so that every program fails: only attributes are used of them (`np.`), or the
-    setup needs them before there is a program."""
 
 
 class UnclearNames(ValueError):
@@ -72,8 +69,7 @@ def names_of_tests(
     if unclear and (known or len(unclear) > 1):
         raise UnclearNames(_what(sorted(unclear), sorted(known)))
     program = known & unknown or unknown or known & set(dir(builtins))
-    unmet = early | {f"{name}." for name in without}
-    return NamesOfTests([*own, *sorted(program - set(own))], sorted(of_library), unmet)
+    return NamesOfTests([*own, *sorted(program - set(own))], sorted(of_library))
 
 
 def _what(unclear: list[str], known: list[str]) -> str:
