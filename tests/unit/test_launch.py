@@ -92,8 +92,13 @@ def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 def places(stdout: str) -> dict[str, str]:
     """{role or engine: its ranks and GPUs} of the plan of a dry run."""
     rows = yaml.safe_load(stdout)["placement"]
-    rows.pop("notes", None)
-    return {name: f"{row.get('ranks', '-')} {row['gpus']}" for name, row in rows.items()}
+    rows.pop("fullest", None)
+    free = {"free": {"gpus": rows.pop("free")}} if "free" in rows else {}
+    return {
+        name: f"{row.get('ranks', '-')} "
+        + ("; ".join(f"{node}: {gpus}" for node, gpus in row["gpus"].items()) or "none")
+        for name, row in (rows | free).items()
+    }
 
 
 def refused(*arguments: str, **environment: Any) -> str:

@@ -34,7 +34,7 @@ from megarl.apps.launch.launch_processes import (
 )
 from megarl.apps.launch.launch_run import Launcher, announce
 from megarl.apps.launch.slurm import allocated_hosts, requeue, srun
-from megarl.checkpoints.lease import take
+from megarl.checkpoints.lease import refuse_living
 from megarl.checks.named_files import check_named_files
 from megarl.errors import UserError
 from megarl.parallel.devices import are_hidden, driver_gpus
@@ -78,10 +78,9 @@ def main(config: AnyConfig, options: Options) -> int:
     there = srun(hosts[0], [sys.executable, "-m", "megarl", "run", *options.words])
     facts |= {"started from": str(ProgramCommand({}, there))} if elsewhere else {}
     # Imported here: the parameter tables import torch, and a mistake is told without it.
-    from megarl.apps.launch.placement_table import placement, plan_text
+    from megarl.apps.launch.plan_text import plan_text
 
-    commands = shown_commands(started, hosts if by_us else [])
-    text = plan_text(facts, placement(plan, gpus), commands)
+    text = plan_text(facts, plan, gpus, shown_commands(started, hosts if by_us else []))
     if options.dry_run:
         by_hand = "" if by_us else f"\n# in place of {HEAD} write the address of node 0"
         result(f"{text}{by_hand}\n# the recipe passes; nothing was started")
@@ -91,9 +90,9 @@ def main(config: AnyConfig, options: Options) -> int:
         os.execvp(there[0], there)  # noqa: S606 - srun itself, no shell
     try:
         check_named_files(config)
+        refuse_living(Path(config.folder))
     except ValueError as error:
         raise UserError(str(error)) from error
-    refuse_owned(config)
     print(text, file=sys.stderr, flush=True)
     job, restarts = (os.environ.get(f"SLURM_{name}", "") for name in ("JOB_ID", "RESTART_COUNT"))
     logs = Path(config.folder, "logs", f"{job}-{restarts or 0}" if job else "launch")
@@ -158,21 +157,6 @@ def addresses(options: Options, hosts: Sequence[str]) -> Addresses:
         state=f"/tmp/megarl-{os.getpid()}-{secrets.token_hex(4)}",
         python=sys.executable,
     )
-
-
-def refuse_owned(config: AnyConfig) -> None:
-    """Raise `UserError` if another live run owns the run folder `config.folder`: only the owner may
-    write to the folder. This check comes before Ray starts; trainer rank 0 becomes the owner later.
-    Waits up to `training.checkpoint.owner_timeout_s` seconds to see whether an owner on another
-    machine lives.
-    """
-    patience_s = config.training.checkpoint.owner_timeout_s
-    try:
-        take(Path(config.folder), patience_s=patience_s).release()
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    except OSError:
-        pass  # a folder that cannot be written is rank 0's to explain
 
 
 def find_gpus(plan: LaunchPlan, options: Options, num_nodes: int) -> Gpus:
