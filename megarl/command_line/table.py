@@ -38,7 +38,7 @@ TASKS = {
     "reward_model": TrainingTask(
         "a reward model, from pairs of responses",
         "megarl.apps.tune.supervised_checks:check_reward_model",
-        "megarl.apps.tune.reward_model:main",
+        "megarl.apps.tune.preference:reward_model",
     ),
     "distill": TrainingTask(
         "on-policy distillation: a teacher's distributions",

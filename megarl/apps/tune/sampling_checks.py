@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from megarl.checks.layout_checks import check_positions, check_role
 from megarl.checks.preflight import check_run, ranks_to_check
 from megarl.parallel.layout import Layout
@@ -14,19 +12,7 @@ from megarl.trainer.context import RunInputs
 from megarl.trainer.role_placement import RolePlace
 
 
-@dataclass(frozen=True)
-class SampleInputs:
-    """What `check_sample` has loaded for `megarl sample`. Its only field, `run`, holds the prompts,
-    the tokenizer and the model's Hugging Face configuration.
-    """
-
-    run: RunInputs
-
-    def __str__(self) -> str:
-        return f"{len(self.run.prompts or ())} prompts"
-
-
-def check_sample(config: RunConfig, ranks: int | None = None) -> SampleInputs:
+def check_sample(config: RunConfig, ranks: int | None = None) -> RunInputs:
     """Run all checks of `megarl sample` before anything heavy starts: settings, model, data and
     reward models. `ranks`: number of processes, which must be 1; None for that of the launcher's
     environment variables. Returns the prompts, tokenizer and model configuration that were loaded.
@@ -58,4 +44,4 @@ def check_sample(config: RunConfig, ranks: int | None = None) -> SampleInputs:
     if inputs.prompts is not None:
         names = [f"reward_models.{name}" for name in config.reward_models]
         check_positions(config, inputs.hf, names, inputs.prompts.longest)
-    return SampleInputs(inputs)
+    return inputs
