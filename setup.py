@@ -18,7 +18,7 @@ setup(
     packages=find_namespace_packages(include=["megarl", "megarl.*"]),
     package_data={
         "megarl.apps.launch": ["first_*"],
-        "megarl.apps.runs": ["*.j2"],
+        "megarl.apps.runs": ["*.j2", "*.yaml"],
         "megarl.recipes": ["*.yaml"],
     },
     install_requires=[

@@ -297,7 +297,7 @@ def test_report_has_everything(tmp_path: Path) -> None:
     write_run(tmp_path, 60)
     (tmp_path / "recipe.yaml").write_text("seed: 5\n")
     page = page_of(tmp_path, "Sums <with> carries")
-    shown = ("17.4% → 99.4%", "18.0 → 31.5", "1 min 0 s", "25,000 tokens/s", "seed: 5")
+    shown = ("17.4% → 99.4%", "18.0 → 31.5", "1 min 00 s", "25,000 tokens/s", "seed: 5")
     for text in (*shown, "Sums <with> carries", "before training", "right"):
         assert text in page.text, text
     assert page.count("figure", "chart") >= 8

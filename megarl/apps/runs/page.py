@@ -78,7 +78,8 @@ def chart(title: str, note: str, drawn: Sequence[Series], **how: Any) -> Chart |
         drawn: the series, made by `series`; bars are stacked in this order.
         how: `wide` for the whole width of the page; `percent` for fractions from 0 to 1, shown as
             percentages; `zero` where the vertical axis begins at 0; `span` for its (lowest,
-            highest) value; `whole` for counts; `log` for a logarithmic axis, on which values of 0
+            highest) value; `whole` for counts; `unless_zero` for a chart that is left out where all
+            values are 0; `log` for a logarithmic axis, on which values of 0
             are not drawn.
     """
     values = [[value for row in line["rows"] for value in row] for line in drawn]
@@ -87,7 +88,7 @@ def chart(title: str, note: str, drawn: Sequence[Series], **how: Any) -> Chart |
         for line, known in zip(drawn, values, strict=True)
         if any(value is not None for value in known)
     ]
-    if not drawn:
+    if not drawn or (how.pop("unless_zero", False) and not any(v for row in values for v in row)):
         return None
     if how.get("log") and not any(value for known in values for value in known):
         note += "; every one of these is exactly 0"

@@ -3,8 +3,8 @@ nothing.
 
     run folders --read--> groups of runs --> charts, numbers, tables --report.html.j2--> page
 
-The page's own script draws the charts from JSON in the page. To add a chart, add a plot to
-`LEARNING`, `SYSTEMS` or `OPTIMISATION`. A chart is left out if the runs lack its metrics.
+The page's own script draws the charts from JSON in the page. To add a chart, add it to
+report_charts.yaml. A chart is left out if the runs lack its metrics.
 
 A page of one run also shows its rollouts. On a page of several, each line of a plot is a chart of
 its own, on which every group of runs, which differ in nothing but the seed, has a curve: their
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import yaml
 
 from megarl.apps.runs.page import (
     Chart,
@@ -38,7 +39,7 @@ from megarl.apps.runs.report_compare import (
     read_settings,
     settings_of,
 )
-from megarl.apps.runs.report_rollouts import histograms, listings
+from megarl.apps.runs.report_rollouts import listings
 from megarl.errors import UserError
 from megarl.observe.summary import Run, read_run, read_starts, usual_bounds
 from megarl.system.console import Arguments, result
@@ -46,6 +47,7 @@ from megarl.system.files import UNFINISHED
 
 FILE, TOGETHER = "report.html", "compare.html"
 """Names of the page of one run, in its folder, and of that of several, in the current folder."""
+CHARTS = Path(__file__).with_name("report_charts.yaml")
 MOST_OWN = 40
 """Most charts of metrics of the user's own functions and environments."""
 
@@ -109,7 +111,7 @@ def page_data(folders: Sequence[Path]) -> dict[str, Any]:
             {f"from step {int(start['step']) + 1:,}": [start] for start in read_starts(folders[0])}
         )
         run = runs[folders[0]]
-        only = {"histograms": histograms(run), "listings": listings(run), "recipe": text}
+        only = {"listings": listings(run), "recipe": text}
     else:
         groups, rows = grouped({folder: settings_of(folder) for folder in folders})
         starts = {
@@ -117,7 +119,7 @@ def page_data(folders: Sequence[Path]) -> dict[str, Any]:
             for label, several in groups.items()
         }
         made_by = makers(starts, only_differing=True)
-        only = {"histograms": None, "listings": [], "recipe": None}
+        only = {"listings": [], "recipe": None}
     drawn = {label: [runs[folder] for folder in several] for label, several in groups.items()}
     settings = {"groups": groups, "rows": rows, "are_compared": len(folders) > 1}
     return only | {
@@ -216,79 +218,38 @@ class Plot(NamedTuple):
     title: str
     note: str
     lines: Sequence[Line]
-    how: Mapping[str, Any] = {}
+    how: Mapping[str, Any]
     of_rewards: bool | None = None
     """For runs that learn by reward alone (True), for others alone (False), or for all (None)."""
 
 
-def learnt_plot(title: str, note: str, metric: str, label: str = "rollouts", **how: Any) -> Plot:
-    """The plot of a metric in training and in evaluations."""
-    greedy = Line(f"eval/{metric}", "held out, greedy", "points")
-    sampled = Line(f"eval_sampled/{metric}", "held out, sampled", "rings")
-    return Plot(title, note, (Line(metric, label), greedy, sampled), how)
+def make_plot(
+    title: str,
+    note: str = "",
+    *,
+    lines: Mapping[str, str] | None = None,
+    learnt: str = "",
+    label: str = "rollouts",
+    kinds: Mapping[str, Kind] | None = None,
+    most: Sequence[str] = (),
+    of_rewards: bool | None = None,
+    **how: Any,
+) -> Plot:
+    """A plot of report_charts.yaml, which says what the arguments are. `label`: of the metric
+    `learnt` in training.
+    """
+    drawn, kinds = dict(lines or {}), dict(kinds or {})
+    if learnt:
+        greedy, sampled = f"eval/{learnt}", f"eval_sampled/{learnt}"
+        drawn = {learnt: label, greedy: "held out, greedy", sampled: "held out, sampled"}
+        kinds = {greedy: "points", sampled: "rings"}
+    made = [
+        Line(metric, text, kinds.get(metric, "line"), np.ma.max if metric in most else np.ma.mean)
+        for metric, text in drawn.items()
+    ]
+    return Plot(title, note, made, how, of_rewards)
 
 
-def metric_plot(metric: str, title: str, note: str, **how: Any) -> Plot:
-    """The plot of one metric of training."""
-    return Plot(title, note, (Line(metric, title.lower()),), how)
-
-
-LEARNING = (
-    learnt_plot("Accuracy", "share of responses judged right", "accuracy",
-           percent=True, span=(0, 1), wide=True),
-    learnt_plot("Reward", "mean of a response, length penalty included", "reward/mean"),
-    learnt_plot("Response length", "mean tokens", "length/mean", zero=True),
-    Plot("Training loss", "",
-         (Line("loss", "loss"), Line("eval/loss", "held out", "points")), {"wide": True}, False),
-)  # fmt: skip
-FAILURES = Plot(
-    "Verifier failures", "rollouts without a verdict, and those that used up the verifier's limits",
-    [Line(f"verifier/{name}", name.replace("_", " "), "line", np.ma.max)
-     for name in ("errors", "timeouts", "nans", "response_limits")],
-    {"zero": True, "whole": True},
-)  # fmt: skip
-SYSTEMS = (
-    Plot("Time of a step", "seconds; bars for the phases of the trainer", (
-        Line("time/wait_s", "waiting for rollouts", "bars"),
-        Line("time/train_s", "training", "bars"),
-        Line("time/publish_s", "publishing weights", "bars"),
-        Line("time/rollout_s", "rollouts, beside the trainer"),
-        Line("time/step_s", "whole step"),
-    ), {"zero": True}),
-    Plot("Throughput", "tokens a second", (
-        Line("tokens/generated_per_s", "generation"), Line("tokens/trained_per_s", "training"),
-    ), {"zero": True}),
-    Plot("Do trainer and engine agree?",
-         "difference of their log-probs of the sampled tokens, logarithmic; no exact zeros", (
-        Line("mismatch/mean_abs", "mean"),
-        Line("mismatch/max_abs", "largest", "line", np.ma.max),
-        Line("probe/max_abs", "largest on the probe, same weights", "dashed", np.ma.max),
-    ), {"log": True}),
-    Plot("Age of the weights", "steps behind when a rollout was trained on", (
-        Line("staleness/max", "oldest", "line", np.ma.max),
-        Line("staleness/token_mean", "mean of the trained tokens"),
-    ), {"zero": True, "whole": True}),
-)  # fmt: skip
-CRITIC = (
-    metric_plot(
-        "critic/loss", "Critic's loss", "half a squared error, in rewards squared", zero=True
-    ),
-    metric_plot("critic/explained_variance", "Explained variance", "of the returns, by the critic"),
-)
-OPTIMISATION = (
-    Plot("Loss", "policy gradient: its level says nothing about progress",
-         (Line("loss", "loss"),), {}, True),
-    metric_plot("entropy", "Entropy", "nats a token", zero=True),
-    metric_plot("grad_norm", "Gradient norm", "before clipping", zero=True),
-    metric_plot("clip_share", "Clipped", "share of tokens outside the clip range",
-          percent=True, zero=True),
-    metric_plot("length/truncated_share", "Cut off", "share of responses at the token limit",
-          percent=True, zero=True),
-    metric_plot("groups/rejected", "Groups rejected", "by dynamic sampling", whole=True, zero=True),
-    metric_plot("kl", "KL to the reference", "nats a token"),
-    *CRITIC,
-    metric_plot("learning_rate", "Learning rate", "", zero=True),
-)  # fmt: skip
 OWN = {"own/": ("training", "of your own function"),
        "environment/": ("rollouts", "mean, of the environment")}  # fmt: skip
 """{beginning of the names of metrics that a user's functions and environments return: (label of
@@ -298,28 +259,28 @@ their line, note of their charts)}"""
 def plots(runs: Sequence[Run]) -> dict[str, list[Plot]]:
     """{section of the page: its plots}, with those of metrics whose names only `runs` know."""
     names = sorted({name for run in runs for record in run.metrics for name in record})
+    trees = yaml.safe_load(CHARTS.read_text("utf-8"))
+    found = {section: [make_plot(**tree) for tree in each] for section, each in trees.items()}
     own = [
-        learnt_plot(name.partition("/")[2], note, name, label)
+        make_plot(name.partition("/")[2], note, learnt=name, label=label)
         for begin, (label, note) in OWN.items()
         for name in names
         if name.startswith(begin)
     ]
-    sources = [
-        Line(name, name.split("/")[1]) for name in names if re.fullmatch("source/.+/accuracy", name)
-    ]
-    of_critics = [
-        metric_plot(line.metric.replace("critic", section, 1), f"{title} ({section})", note, **how)
-        for section in sorted({n.partition("/")[0] for n in names if n.startswith("critics.")})
-        for title, note, (line,), how, _ in CRITIC
-    ]
-    by_source = Plot("Accuracy by source", "share judged right", sources, {"percent": True})
-    failures = [FAILURES] if any(sum(run.failures.values()) for run in runs) else []
-    return {
-        "Own metrics": own[:MOST_OWN],
-        "Learning": [*LEARNING, by_source, *failures],
-        "Time and agreement": [*SYSTEMS],
-        "Optimisation": [*OPTIMISATION, *of_critics],
-    }
+    sources = {n: n.split("/")[1] for n in names if re.fullmatch("source/.+/accuracy", n)}
+    note = "share judged right"
+    found["Learning"].append(make_plot("Accuracy by source", note, lines=sources, percent=True))
+    for critic in sorted({n.partition("/")[0] for n in names if n.startswith("critics.")}):
+        for tree in trees["Optimisation"]:
+            lines = {
+                metric.replace("critic", critic, 1): text
+                for metric, text in tree["lines"].items()
+                if metric.startswith("critic/")
+            }
+            if lines:
+                title = f"{tree['title']} ({critic})"
+                found["Optimisation"].append(make_plot(**tree | {"title": title, "lines": lines}))
+    return {"Own metrics": own[:MOST_OWN], **found}
 
 
 # ----------------------------------------------------------------------------------------- charts
