@@ -20,8 +20,7 @@ from support.commands import ROOT, started, until
 
 from megarl import cli
 from megarl.apps.launch import launch_run, run_words
-from megarl.apps.launch.launch_plan import ProgramCommand
-from megarl.apps.launch.launch_processes import Addresses, Process
+from megarl.apps.launch.launch_plan import Addresses, Process, ProgramCommand
 from megarl.apps.launch.launch_run import Launcher, RunningProcess
 from megarl.errors import UserError
 from megarl.settings.config import (
@@ -405,7 +404,7 @@ time.sleep(600)"""
 STARTS = """import sys, time
 from pathlib import Path
 from megarl.apps.launch.launch_plan import ProgramCommand
-from megarl.apps.launch.launch_processes import Addresses, Process
+from megarl.apps.launch.launch_plan import Addresses, Process
 from megarl.apps.launch.launch_run import Launcher
 process = Process("ranks", 0, ProgramCommand({}, [sys.executable, "-c", sys.argv[1]]))
 Launcher([process], ["here"], Addresses(state="/nowhere"), Path()).start(process)

@@ -1,7 +1,7 @@
 """Start the run of one recipe on this machine, or on all nodes of a Slurm allocation, as `megarl
 run` does with GPUs.
 
-    recipe --launch_plan--> LaunchPlan, Gpus --launch_processes--> processes
+    recipe --launch_plan--> LaunchPlan, Gpus, processes
     processes --launch_run--> exit code
 
 Whatever ends the launcher, every process that it started has ended then, and no other one has.
@@ -17,18 +17,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.apps.launch.launch_plan import (
+    HEAD,
+    RAY_PORT,
+    TORCH_PORT,
+    Addresses,
     Gpus,
     LaunchPlan,
     ProgramCommand,
     deal_cpu,
     deal_gpus,
     make_launch_plan,
-)
-from megarl.apps.launch.launch_processes import (
-    HEAD,
-    RAY_PORT,
-    TORCH_PORT,
-    Addresses,
     processes,
     shown_commands,
 )
