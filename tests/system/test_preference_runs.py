@@ -103,7 +103,7 @@ def start(place: Path) -> dict[str, Any]:
 
 def scored(folder: str, texts: list[list[int]]) -> list[float]:
     """On a rank: the scores of texts, given as token ids, by the reward model in `folder`."""
-    from megarl.apps.tune.text_scores import token_scores
+    from megarl.apps.tune.sample import token_scores
     from megarl.settings.training import ModelConfig, TrainingConfig
 
     training = TrainingConfig(precision="float32", zero_stage=0)

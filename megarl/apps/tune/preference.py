@@ -129,7 +129,7 @@ class RewardModelTask(PairTask):
         return RewardModelStep(self.role, batch, self._loss)
 
 
-def reward_model(config: RewardModelConfig, inputs: RunInputs) -> int:
+def train_reward_model(config: RewardModelConfig, inputs: RunInputs) -> int:
     """Run `task: reward_model`: train a reward model on pairs of responses until `config.steps`;
     the checkpoint's model is a Hugging Face sequence classifier. Every trainer rank calls it; rank
     0 prints a summary as one JSON object on standard output. `inputs`: tokenizer, data set and so

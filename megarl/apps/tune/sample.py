@@ -15,29 +15,37 @@ import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
 import megarl
-from megarl.apps.tune.text_scores import token_scores
+from megarl.apps.tune.pairs import sums_of_responses
 from megarl.data.chat_template import end_of_turn
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.tokens import scored_tokens
 from megarl.errors import UserError
 from megarl.observe.sinks import finite
+from megarl.parallel import mesh as mesh_module
+from megarl.parallel.layout import Layout
+from megarl.parallel.mesh import ProcessMesh
 from megarl.rollout.client import RolloutClient
 from megarl.run.evaluate import add_records, answering, generate, make_folder
 from megarl.settings.config import RunConfig, silence_s
-from megarl.settings.training import TrainingConfig
+from megarl.settings.training import ModelConfig, TrainingConfig
 from megarl.system import console
 from megarl.system.files import new_file
 from megarl.trainer.context import RunInputs
+from megarl.trainer.role import Role
+from megarl.types import Samples
 
 Record = dict[str, Any]
 """One scored response, a dict with `prompt`, `response`, `answer` (the reference answer), `reward`,
 `correct`, `tokens`, `finish` ("stop", or how it was cut off) and more."""
 AT_ONCE = 256
 """Number of prompts whose responses are asked for together."""
+PACKED = 1024
+"""Number of texts that a reward model is given together."""
 
 
 def main(config: RunConfig, inputs: RunInputs) -> int:
@@ -130,6 +138,39 @@ def add_scores(config: RunConfig, groups: Sequence[Sequence[Record]]) -> None:
         for record, score in zip(records, scores, strict=True):
             record["reward"] += model.weight * score
             record.setdefault("scores", {})[name] = score
+
+
+def token_scores(
+    model: ModelConfig, training: TrainingConfig, texts: Sequence[list[int]], *, seed: int = 0
+) -> list[float]:
+    """The score of each text, given as token ids of prompt and response, in their order (higher is
+    better; may be NaN or infinite). Loads the reward model, scores and releases it. Of `training`,
+    the precision, `micro_batch_tokens`, ZeRO stage and time limits are used. `seed`: for weights
+    that are random.
+    """
+    device = mesh_module.initialise(timeout_s=training.collective_timeout_s)
+    with ExitStack() as stack:
+        stack.callback(mesh_module.finalise)
+        mesh = stack.enter_context(ProcessMesh(Layout(1, 1, 1)))
+        role = Role(
+            "reward model",
+            model=model,
+            training=training,
+            mesh=mesh,
+            device=device,
+            seed=seed,
+            head="scalar",
+        )
+        stack.callback(role.destroy)
+        scores: list[float] = []
+        for first in range(0, len(texts), PACKED):
+            # The score is at the last token alone, so that texts share all before where they agree.
+            samples = [
+                Samples.one(number, ids, mask=[False] * (len(ids) - 1) + [True])
+                for number, ids in enumerate(texts[first : first + PACKED])
+            ]
+            scores += sums_of_responses(role, Samples.concatenate(samples)).tolist()
+    return scores
 
 
 def good(group: Sequence[Record], least: float) -> list[Record]:

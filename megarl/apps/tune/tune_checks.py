@@ -1,5 +1,5 @@
-"""Checks of a recipe that trains on a fixed data set, before anything heavy starts: `task: sft`,
-`task: preference` and `task: reward_model`.
+"""Checks before anything heavy starts: of a recipe that trains on a fixed data set (`task: sft`,
+`preference` and `reward_model`), and of `megarl sample`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megarl.checks.folder_checks import (
     check_time_to_save,
     check_writable,
 )
-from megarl.checks.layout_checks import check_cut, check_layout
+from megarl.checks.layout_checks import check_cut, check_layout, check_positions, check_role
 from megarl.checks.model_checks import (
     check_adapters,
     check_export,
@@ -23,24 +23,28 @@ from megarl.checks.model_checks import (
     stop_tokens,
     unused_weights,
 )
-from megarl.checks.preflight import find_checkpoint, ranks_to_check, warn
+from megarl.checks.preflight import check_run, find_checkpoint, ranks_to_check, warn
 from megarl.data.chat_template import ends_of_turns
 from megarl.data.demonstrations import load_demonstrations
 from megarl.data.preferences import load_preferences
 from megarl.data.tokenizer import pad_apart
 from megarl.parallel import launcher
+from megarl.parallel.layout import Layout
 from megarl.settings.config import (
     PreferenceConfig,
     RewardModelConfig,
+    RunConfig,
     SftConfig,
     SupervisedConfig,
     with_steps,
 )
-from megarl.settings.schema import require
+from megarl.settings.schema import replace, require
+from megarl.settings.training import LayoutConfig
 from megarl.trainer.context import DataRows, RunInputs
 from megarl.trainer.heads import HeadName
 from megarl.trainer.loading import check_weights
 from megarl.trainer.model_config import load_model_config
+from megarl.trainer.role_placement import RolePlace
 
 
 def check_sft(config: SftConfig, ranks: int | None = None) -> RunInputs:
@@ -160,3 +164,38 @@ def check_supervised(config: SupervisedConfig, ranks: int | None) -> RunInputs:
         held_out_rows=held_out,
         resume_from=find_checkpoint(config, layout, data, head=head),
     )
+
+
+def check_sample(config: RunConfig, ranks: int | None = None) -> RunInputs:
+    """Run all checks of `megarl sample` before anything heavy starts: settings, model, data and
+    reward models. `ranks`: number of processes, which must be 1; None for that of the launcher's
+    environment variables. Returns the prompts, tokenizer and model configuration that were loaded.
+    Raises `ValueError` if a check fails.
+    """
+    size = ranks_to_check(ranks)
+    require(size == 1, f"megarl sample runs as one process, but was started as {size} ranks")
+    require(
+        config.rollout.temperature > 0 or config.sample.samples == 1,
+        f"sample.samples is {config.sample.samples}, but rollout.temperature is 0, at which all"
+        " responses are the same; raise it",
+    )
+    require(
+        config.sample.samples > 1 or config.sample.keep != "pairs",
+        "sample.keep is 'pairs', but sample.samples is 1; raise it",
+    )
+    require(
+        not config.environment.has_sessions,
+        "environment.session, tools or agent is set, but the turns of an environment are no"
+        " response to learn from; set environment.verifier instead",
+    )
+    inputs = check_run(config, num_ranks=1, new=False)
+    alone = RolePlace((0,), Layout(1, 1, 1))
+    for name, model in config.reward_models.items():
+        # Of one process: a recipe of `task: rl` may place them elsewhere.
+        here = {**config.reward_models, name: replace(model, ranks=(), layout=LayoutConfig())}
+        own = replace(config, reward_models=here)
+        check_role(f"reward_models.{name}", own, inputs.hf, alone, 1)
+    if inputs.prompts is not None:
+        names = [f"reward_models.{name}" for name in config.reward_models]
+        check_positions(config, inputs.hf, names, inputs.prompts.longest)
+    return inputs
