@@ -17,7 +17,6 @@ from support.documented import undocumented
 from support.report_page import Page
 
 import megarl
-from megarl.apps.runs import page as pages
 from megarl.apps.runs import report
 from megarl.apps.runs.report import main as report_command
 from megarl.apps.runs.report import write_report
@@ -277,7 +276,7 @@ def test_charts_of_long_runs_are_small_and_keep_spikes(tmp_path: Path) -> None:
     ))  # fmt: skip
     charts = page_of(tmp_path).charts
     (norm,) = charts["Gradient norm"]["series"]
-    assert len(norm["spikes"]) == len(norm["rows"][0]) == len(norm["steps"]) <= pages.DRAWN
+    assert len(norm["spikes"]) == len(norm["rows"][0]) == len(norm["steps"]) <= report.DRAWN
     assert max(norm["spikes"]) == 9.0 and None not in norm["spikes"]
     assert max(charts["Do trainer and engine agree?"]["series"][0]["rows"][0]) == 0.5
     assert charts["Entropy"]["series"][0]["rows"][0][50] == pytest.approx(0.5, abs=0.2)

@@ -13,24 +13,15 @@ mean, in a band from the lowest to the highest."""
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import yaml
 
-from megarl.apps.runs.page import (
-    Chart,
-    Kind,
-    Series,
-    chart,
-    farthest,
-    pages,
-    series,
-    write_page,
-)
 from megarl.apps.runs.report_compare import (
     Groups,
     end_numbers,
@@ -39,12 +30,26 @@ from megarl.apps.runs.report_compare import (
     read_settings,
     settings_of,
 )
-from megarl.apps.runs.report_rollouts import listings
+from megarl.apps.runs.report_rollouts import listings, pages
 from megarl.errors import UserError
 from megarl.observe.summary import Run, read_run, read_starts, usual_bounds
 from megarl.system.console import Arguments, result
 from megarl.system.files import UNFINISHED
 
+DRAWN = 500
+"""Most values of a series in the page; longer series are reduced to so many."""
+Kind = Literal["line", "dashed", "points", "rings", "bars"]
+"""How a series is drawn: points and rings are separate measurements, joined by a thin line; bars
+are stacked."""
+
+Chart = dict[str, Any]
+"""JSON data of a chart, which the page's script draws: `title`, `note`, `series`, `wide` and what
+else `chart` was given."""
+Series = dict[str, Any]
+"""JSON data of a line, row of bars or set of points of a chart, made by `series`: `label`,
+`colour`, `kind`, `each` (steps that one value stands for), `steps`, `rows` (the values of each run,
+None where unknown), `smooth` (whether the page takes a moving mean), `raw` (whether it then shows
+the values too) and `spikes`, the values of which `rows` has means."""
 FILE, TOGETHER = "report.html", "compare.html"
 """Names of the page of one run, in its folder, and of that of several, in the current folder."""
 CHARTS = Path(__file__).with_name("report_charts.yaml")
@@ -95,7 +100,13 @@ def write_report(*folders: Path, title: str, target: Path | None = None) -> Path
         ValueError: a folder is not that of a run, or a file is damaged before its last line.
     """
     page = pages().get_template("report.html.j2").render(title=title, **page_data(folders))
-    return write_page(target or folders[0] / FILE, page)
+    target = target or folders[0] / FILE
+    # Not synced: a run writes it again and again, and waits for no disk.
+    being_written = target.with_name(f".report.{os.getpid()}{UNFINISHED}")
+    # A lone surrogate in a transcript has no UTF-8; it is shown as a question mark.
+    being_written.write_text(page, encoding="utf-8", errors="replace")
+    being_written.replace(target)
+    return target
 
 
 def page_data(folders: Sequence[Path]) -> dict[str, Any]:
@@ -346,3 +357,78 @@ def group_curve(
     if drawn["raw"] and drawn["each"] > 1:  # a mean would hide single steps that are far off
         drawn["spikes"] = series(label, steps, rows, colour, line.kind, farthest)["rows"][0]
     return drawn
+
+
+def chart(title: str, note: str, drawn: Sequence[Series], **how: Any) -> Chart | None:
+    """Data of a chart over the steps for the script of a report page, as a dict for JSON; None
+    where no series has a finite value.
+
+    Args:
+        title: what is shown.
+        note: unit of the vertical axis, and how to read it.
+        drawn: the series, made by `series`; bars are stacked in this order.
+        how: `wide` for the whole width of the page; `percent` for fractions from 0 to 1, shown as
+            percentages; `zero` where the vertical axis begins at 0; `span` for its (lowest,
+            highest) value; `whole` for counts; `unless_zero` for a chart that is left out where all
+            values are 0; `log` for a logarithmic axis, on which values of 0
+            are not drawn.
+    """
+    values = [[value for row in line["rows"] for value in row] for line in drawn]
+    drawn = [
+        line
+        for line, known in zip(drawn, values, strict=True)
+        if any(value is not None for value in known)
+    ]
+    if not drawn or (how.pop("unless_zero", False) and not any(v for row in values for v in row)):
+        return None
+    if how.get("log") and not any(value for known in values for value in known):
+        note += "; every one of these is exactly 0"
+    return {"title": title, "note": note, "series": drawn, "wide": False} | how
+
+
+def series(
+    label: str,
+    steps: np.ndarray,
+    values: np.ndarray,
+    colour: int,
+    kind: Kind = "line",
+    pick: Callable[..., np.ndarray] = np.ma.mean,
+) -> Series:
+    """A series of a report's chart as a dict for JSON: [n] `values`, or [runs, n], at [n] ascending
+    `steps`, NaN where unknown. Of more than `DRAWN` values, several consecutive ones become one, by
+    `pick`, a function of a masked array [m, k] and `axis=1` that returns [m], such as `np.ma.mean`.
+
+    `label`: its name on the page. `colour`: 1 to 10, of the page's palette.
+    """
+    each = max(1, -(-len(steps) // DRAWN))
+
+    def cut(one: np.ndarray) -> np.ma.MaskedArray:
+        padded = np.pad(one, (0, -len(one) % each), constant_values=np.nan)
+        return np.ma.masked_invalid(padded.reshape(-1, each))
+
+    def row(one: np.ndarray) -> list[float | None]:
+        picked = np.ma.filled(pick(cut(one), axis=1), np.nan)
+        return [float(f"{value:.5g}") if np.isfinite(value) else None for value in picked]
+
+    return {
+        "label": label,
+        "colour": colour,
+        "kind": kind,
+        "each": each,
+        "smooth": False,
+        "steps": [short_step(step) for step in cut(steps).mean(axis=1)],
+        "rows": [row(one) for one in np.atleast_2d(values)],
+    }
+
+
+def short_step(step: float) -> float:
+    """A step as a number that is short in JSON."""
+    return int(step) if step == int(step) else float(f"{step:.8g}")
+
+
+def farthest(rows: np.ma.MaskedArray, *, axis: int) -> np.ndarray:
+    """Of each of the n rows of `rows` [n, k] the value farthest from the row's mean: returns [n].
+    It reduces many values of a chart to few and keeps spikes, which a mean would hide. `axis` is 1.
+    """
+    gaps = abs(rows - rows.mean(axis=axis, keepdims=True))
+    return rows[np.arange(len(rows)), gaps.argmax(axis=axis)]

@@ -8,13 +8,17 @@ A list takes at most 1 MiB of the page, however long the run and its responses a
 
 from __future__ import annotations
 
+import base64
 import functools
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from megarl.apps.runs.page import pages
+import jinja2
+
 from megarl.observe.summary import Evaluation, Run
 
 LIST_BYTES, MOST_ITEMS = 2**20, 400
@@ -25,6 +29,33 @@ OPEN, SHORT = 3, 1000
 """Number of problems that are open when the page is opened, if the responses have fewer characters.
 """
 OUTCOME = {"reward": "range", "tokens": "range", "source": "choice", "verdict": "choice"}
+
+
+@functools.cache
+def pages() -> jinja2.Environment:
+    """The templates of report pages, loaded once in a process. Every value that a template is given
+    is escaped as HTML, with control characters, which HTML forbids, as visible symbols.
+    """
+    controls = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
+
+    def visible(value: Any) -> Any:
+        if type(value) is not str:  # HTML of the template is a class of its own
+            return value
+        return value.replace("\r\n", "\n").translate(controls | {127: 0x2421})
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=visible,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["count"] = "{:,}".format
+    environment.filters["sha256"] = lambda text: base64.b64encode(
+        hashlib.sha256(text.encode()).digest()
+    ).decode()
+    return environment
 
 
 @dataclass
