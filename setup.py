@@ -17,7 +17,7 @@ setup(
     python_requires=">=3.11",
     packages=find_namespace_packages(include=["megarl", "megarl.*"]),
     package_data={
-        "megarl.apps.launch": ["first_*"],
+        "megarl.apps.launch": ["first_task/*"],
         "megarl.apps.runs": ["*.j2", "*.yaml"],
         "megarl.recipes": ["*.yaml"],
     },

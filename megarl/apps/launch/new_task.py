@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shlex
 from pathlib import Path
 
 from megarl.errors import UserError
 from megarl.system.console import Arguments, result
 
-FILES = Path(__file__).parent
-"""Folder of the recipe and the reward that a new task begins with."""
+FILES = Path(__file__).with_name("first_task")
+"""What a new task begins with."""
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 NEXT = """\
 cd {folder}
@@ -67,20 +66,9 @@ def task_files(model: str) -> dict[str, str]:
     and sums of two numbers as problems and held-out problems (JSON lines with `prompt` and
     `answer`). `model`: path or hub name, the recipe's `model.path`.
     """
-    pairs = [(a, b) for a in range(10, 50) for b in range(10, 50)]
-    chosen = random.Random(0).sample(pairs, 80)
-    rows = [
-        json.dumps({"prompt": f"What is {a} plus {b}?", "answer": str(a + b)}) + "\n"
-        for a, b in chosen
-    ]
-    recipe, reward = (
-        (FILES / f"first_{name}").read_text() for name in ("recipe.yaml", "reward.txt")
-    )
+    texts = {path.name: path.read_text("utf-8") for path in sorted(FILES.iterdir())}
+    recipe = texts["recipe.yaml"].replace("MODEL", json.dumps(model, ensure_ascii=False))
     if not has_chat_template(model):
         recipe = recipe.replace(": chat", ": none")
-    return {
-        "recipe.yaml": recipe.replace("MODEL", json.dumps(model, ensure_ascii=False)),
-        "my_reward.py": reward,
-        "problems.jsonl": "".join(rows[:64]),
-        "held_out.jsonl": "".join(rows[64:]),
-    }
+    reward = texts.pop("my_reward.txt")
+    return texts | {"recipe.yaml": recipe, "my_reward.py": reward}
