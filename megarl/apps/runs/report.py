@@ -53,6 +53,7 @@ the values too) and `spikes`, the values of which `rows` has means."""
 FILE, TOGETHER = "report.html", "compare.html"
 """Names of the page of one run, in its folder, and of that of several, in the current folder."""
 CHARTS = Path(__file__).with_name("report_charts.yaml")
+WARNINGS = Path(__file__).with_name("report_warnings.yaml")
 MOST_OWN = 40
 """Most charts of metrics of the user's own functions and environments."""
 
@@ -155,47 +156,22 @@ LATE = 20
 SOLVED = 0.9
 """Accuracy from which on a run may reject most groups: it solves its problems, which is no fault.
 """
-AGREE = "see docs/metrics.md, Do trainer and engines agree?"
-RULES: tuple[tuple[str, str, str], ...] = (
-    ("groups/rejected", "groups/drawn",
-     "{sum} of {of} groups were rejected: the problems are too easy or too hard"),
-    ("length/truncated_share", "",
-     "{mean:.0%} of the responses were cut off: raise the limit that cut them off"),
-    ("verifier/errors verifier/timeouts verifier/nans", "",
-     "{sum} rollouts could not be judged (environment.on_failure says what became of them): mend the"
-     " verifier"),
-    ("skipped_steps", "",
-     "{sum} optimizer steps were skipped, since a value was not finite"),
-    ("clip_share", "",
-     "{mean:.0%} of the tokens were clipped: see docs/metrics.md, Is the optimizer well?"),
-    ("mismatch/mean_abs", "",
-     f"log-probs of trainer and engines differ by {{mean:.2g}} in the mean: {AGREE}"),
-    ("mismatch/outside_share", "",
-     f"engines gave {{mean:.0%}} of the tokens another probability: {AGREE}"),
-    ("staleness/max", "",
-     f"the oldest rollouts were {{mean:.3g}} versions old in the mean: {AGREE}"),
-    ("correction/dropped_share correction/clipped_share", "",
-     f"algorithm.correction dropped or clipped {{mean:.0%}} of the weights: {AGREE}"),
-)  # fmt: skip
-"""The rules of docs/metrics.md as (metrics, which are added up; metric that the sum is divided by,
-"" for the number of steps; text). The text is shown above the bound that `usual_bounds` has for the
-first metric, if there is one."""
 
 
 def warnings(run: Run, recipe: Mapping[str, Any]) -> list[str]:
-    """Sentences about what is unusual, by `RULES`, in the last 20 steps of the run with this
-    recipe, as data; empty if nothing is. Steps that lack a rule's metrics do not count for it.
+    """Sentences about what is unusual, by report_warnings.yaml, in the last 20 steps of the run with
+    this recipe, as data; empty if nothing is. Steps that lack a rule's metrics do not count for it.
     """
     texts, bounds = [], usual_bounds(recipe)
-    for names, divisor, text in RULES:
-        metrics = names.split()
+    for rule in yaml.safe_load(WARNINGS.read_text("utf-8")):
+        metrics, divisor = rule["sum"], rule.get("of")
         late = [step for step in run.metrics[-LATE:] if any(name in step for name in metrics)]
         total = sum(step.get(name) or 0 for step in late for name in metrics)
         of = sum(one.get(divisor) or 0 for one in late) if divisor else len(late)
         accuracy = sum(one.get("accuracy") or 0 for one in late)
-        is_solved = names == "groups/rejected" and accuracy >= SOLVED * len(late)
+        is_solved = metrics == ["groups/rejected"] and accuracy >= SOLVED * len(late)
         if of and total > bounds.get(metrics[0], float("inf")) * of and not is_solved:
-            shown = text.format(sum=f"{total:,.0f}", of=f"{of:,.0f}", mean=total / of)
+            shown = rule["text"].format(sum=f"{total:,.0f}", of=f"{of:,.0f}", mean=total / of)
             texts.append(f"In the last {len(run.metrics[-LATE:])} steps {shown}.")
     return texts
 
