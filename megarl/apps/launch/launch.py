@@ -13,7 +13,8 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from megarl.apps.launch.launch_plan import (
@@ -34,7 +35,6 @@ from megarl.apps.launch.launch_run import Launcher, announce
 from megarl.apps.launch.slurm import allocated_hosts, requeue, srun
 from megarl.checkpoints.lease import refuse_living
 from megarl.checks.named_files import check_named_files
-from megarl.errors import UserError
 from megarl.parallel.devices import are_hidden, driver_gpus
 from megarl.parallel.launcher import free_port
 from megarl.settings.config import AnyConfig, RunConfig
@@ -44,29 +44,24 @@ from megarl.system.console import Options, result
 from megarl.system.signals import SAVE_WITHIN_S, EndedBySignal
 
 
-def main(config: AnyConfig, options: Options) -> int:
-    """Start Ray and the trainer ranks of a recipe on all nodes and wait for their end; with
-    `--dry-run` print placement and commands on standard output instead. `options`: the words after
-    `megarl run`. Returns the exit code: that of the ranks that failed first, or 0. Raises
-    `UserError` for a mistake in options or recipe, and `EndedBySignal` if a signal ends the run.
+def planned(config: AnyConfig, options: Options) -> Callable[[], int]:
+    """Plan the start of Ray and of the trainer ranks of a recipe on all nodes. `options`: the words
+    after `megarl run`. Returns the function that starts them, waits for their end and returns the
+    exit code: that of the ranks that failed first, or 0; with `--dry-run`, one that prints
+    placement and commands on standard output. Raises `ValueError` for a mistake in options or
+    recipe.
     """
-    try:
-        own = os.uname().nodename
-        planned = options.nodes is not None  # for nodes that this process need not be on
-        hosts = [own] if planned else allocated_hosts(os.environ, own)
-        num_nodes = options.nodes or len(hosts)
-        if options.requeue:
-            refuse_requeue(config, options)
-        try:
-            plan = make_launch_plan(config, options)
-        except ValueError as error:
-            raise ValueError(f"{options.recipe}: {error}") from error
-        gpus = find_gpus(plan, options, num_nodes)
-        if isinstance(config, RunConfig):
-            refuse_placement(config, plan, gpus)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    by_us = not planned or num_nodes == 1
+    own = os.uname().nodename
+    is_named = options.nodes is not None  # nodes that this process need not be on
+    hosts = [own] if is_named else allocated_hosts(os.environ, own)
+    num_nodes = options.nodes or len(hosts)
+    if options.requeue:
+        refuse_requeue(config, options)
+    plan = make_launch_plan(config, options)
+    gpus = find_gpus(plan, options, num_nodes)
+    if isinstance(config, RunConfig):
+        refuse_placement(config, plan, gpus)
+    by_us = not is_named or num_nodes == 1
     at = addresses(options, hosts) if by_us else Addresses(ray_port=options.port or RAY_PORT)
     started = processes(plan, gpus, options, at)
     facts = {"recipe": str(recipe_path(options.recipe).resolve()), "folder": config.folder}
@@ -81,21 +76,24 @@ def main(config: AnyConfig, options: Options) -> int:
     text = plan_text(facts, plan, gpus, shown_commands(started, hosts if by_us else []))
     if options.dry_run:
         by_hand = "" if by_us else f"\n# in place of {HEAD} write the address of node 0"
-        result(f"{text}{by_hand}\n# the recipe passes; nothing was started")
-        return 0
+        return lambda: result(f"{text}{by_hand}\n# the recipe passes; nothing was started") or 0
     if elsewhere:
         announce(f"this is not the allocation's first host; going to {hosts[0]}")
-        os.execvp(there[0], there)  # noqa: S606 - srun itself, no shell
-    try:
-        check_named_files(config)
-        refuse_living(Path(config.folder))
-    except ValueError as error:
-        raise UserError(str(error)) from error
+        return lambda: os.execvp(there[0], there)  # noqa: S606 - srun itself, no shell
+    check_named_files(config)
+    refuse_living(Path(config.folder))
     print(text, file=sys.stderr, flush=True)
     job, restarts = (os.environ.get(f"SLURM_{name}", "") for name in ("JOB_ID", "RESTART_COUNT"))
     logs = Path(config.folder, "logs", f"{job}-{restarts or 0}" if job else "launch")
     more_s = max(0.0, config.training.checkpoint.save_within_s - SAVE_WITHIN_S)
-    launcher, interrupted = Launcher(started, hosts, at, logs, more_s), False
+    return partial(run, Launcher(started, hosts, at, logs, more_s), job if options.requeue else "")
+
+
+def run(launcher: Launcher, job: str) -> int:
+    """Start a run and wait for its end; returns the exit code. If the run was interrupted, the
+    Slurm job `job`, if any, is put back into the queue.
+    """
+    interrupted = False
     try:
         code = launcher.run()
         if code != 0 and launcher.silent:
@@ -106,7 +104,7 @@ def main(config: AnyConfig, options: Options) -> int:
         interrupted = ended.number != signal.SIGINT
         raise
     finally:
-        if options.requeue and interrupted:
+        if job and interrupted:
             announce(requeue(job))
 
 
