@@ -86,10 +86,12 @@ def planned(config: AnyConfig, options: Options) -> Callable[[], int]:
     job, restarts = (os.environ.get(f"SLURM_{name}", "") for name in ("JOB_ID", "RESTART_COUNT"))
     logs = Path(config.folder, "logs", f"{job}-{restarts or 0}" if job else "launch")
     more_s = max(0.0, config.training.checkpoint.save_within_s - SAVE_WITHIN_S)
-    return partial(run, Launcher(started, hosts, at, logs, more_s), job if options.requeue else "")
+    return partial(
+        run_launcher, Launcher(started, hosts, at, logs, more_s), job if options.requeue else ""
+    )
 
 
-def run(launcher: Launcher, job: str) -> int:
+def run_launcher(launcher: Launcher, job: str) -> int:
     """Start a run and wait for its end; returns the exit code. If the run was interrupted, the
     Slurm job `job`, if any, is put back into the queue.
     """
