@@ -16,7 +16,11 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_namespace_packages(include=["megarl", "megarl.*"]),
-    package_data={"megarl.apps.runs": ["*.j2"], "megarl.recipes": ["*.yaml"]},
+    package_data={
+        "megarl.apps.launch": ["first_task/*"],
+        "megarl.apps.runs": ["*.j2", "*.yaml"],
+        "megarl.recipes": ["*.yaml"],
+    },
     install_requires=[
         "torch>=2.13",
         "aiohttp",

@@ -27,18 +27,18 @@ TASKS = {
     ),
     "sft": TrainingTask(
         "supervised fine-tuning",
-        "megarl.apps.tune.supervised_checks:check_sft",
+        "megarl.apps.tune.tune_checks:check_sft",
         "megarl.apps.tune.sft:main",
     ),
     "preference": TrainingTask(
         "learning from pairs of responses: DPO and its relatives",
-        "megarl.apps.tune.supervised_checks:check_preference",
+        "megarl.apps.tune.tune_checks:check_preference",
         "megarl.apps.tune.preference:main",
     ),
     "reward_model": TrainingTask(
         "a reward model, from pairs of responses",
-        "megarl.apps.tune.supervised_checks:check_reward_model",
-        "megarl.apps.tune.reward_model:main",
+        "megarl.apps.tune.tune_checks:check_reward_model",
+        "megarl.apps.tune.preference:train_reward_model",
     ),
     "distill": TrainingTask(
         "on-policy distillation: a teacher's distributions",
@@ -190,7 +190,7 @@ COMMANDS = {
     "sample": Command(
         summary="best of n responses, or pairs of them, as a data set",
         tasks=("rl",),
-        check="megarl.apps.tune.sampling_checks:check_sample",
+        check="megarl.apps.tune.tune_checks:check_sample",
         run="megarl.apps.tune.sample:main",
         example="recipe.yaml --sample.keep pairs",
         docs="docs/preferences.md",

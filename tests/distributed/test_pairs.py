@@ -54,8 +54,7 @@ def learn_everywhere(folder: str, places: Any) -> list[Any]:
 
 def learn(folder: str, place: Any, name: str, device: Any) -> Any:
     from megarl.apps.tune.pairs import merged
-    from megarl.apps.tune.preference import KtoStep, PreferenceStep
-    from megarl.apps.tune.reward_model import RewardModelStep
+    from megarl.apps.tune.preference import KtoStep, PreferenceStep, RewardModelStep
     from megarl.apps.tune.supervised import Task
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh

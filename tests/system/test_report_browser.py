@@ -56,7 +56,7 @@ const facts = frame => {
     return boxes.some((a, i) => boxes.slice(i + 1).some(b =>
       a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom));
   }).length;
-  const wide = all(".chart, .panel, .problem, .tools, .y span").filter(one => {
+  const wide = all(".chart, .problem, .tools, .y span").filter(one => {
     const box = one.getBoundingClientRect();
     return box.left < 0 || box.right > root.clientWidth;
   }).length;

@@ -38,6 +38,7 @@ from megarl.settings.data import (
     PromptsConfig,
     PromptSourceConfig,
 )
+from megarl.settings.serve import JudgeConfig
 from megarl.settings.training import ModelConfig
 from megarl.trainer.model_config import load_model_config
 
@@ -396,7 +397,7 @@ def test_variables_are_read_wherever_a_template_writes(value: bool | None, tmp_p
     one = load(PreferencesConfig, source, tokenizer, **read).row(0)
     assert (one.prompt_ids, one.responses[0]) == (pair.prompt_ids, pair.response_ids)
 
-    judge = JudgePrompt(tokenizer, "{response}", setting="x", chat=True, variables=set_to)
+    judge = JudgePrompt(tokenizer, JudgeConfig(template_variables=set_to), "{response}")
     assert tokenizer.decode(judge.ids({"response": "rain?"})) == asked
     markup = TurnMarkup(tokenizer, TOOLS, set_to)
     assert markup.results("<|im_end|>", ["look"], ["wet"]).endswith(f"assistant\n{thoughts}")
@@ -417,7 +418,7 @@ def test_a_variable_that_the_template_does_not_read(tmp_path: Path) -> None:
             with pytest.raises(ValueError, match=rf"^{section}\.template_variables {said}$"):
                 load(kind, source, tokenizer, **read)
         with pytest.raises(ValueError, match=rf"^judge\.template_variables {said}$"):
-            JudgePrompt(tokenizer, "{response}", setting="x", chat=True, variables={name: False})
+            JudgePrompt(tokenizer, JudgeConfig(template_variables={name: False}), "{response}")
 
 
 @pytest.mark.parametrize("kind", SECTIONS.values())

@@ -15,7 +15,7 @@ import pytest
 from make_programs import compiled, from_left, mistaken
 
 from megarl import RunConfig, SftConfig
-from megarl.apps.tune.supervised_checks import check_sft
+from megarl.apps.tune.tune_checks import check_sft
 from megarl.apps.verifiers.code.code_verifier import code
 from megarl.checks.preflight import check_run
 from megarl.environments.scores import Score

@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from megarl.apps.launch.launch_plan import deal_gpus, make_launch_plan
-from megarl.apps.launch.launch_processes import Addresses, processes
+from megarl.apps.launch.launch_plan import Addresses, deal_gpus, make_launch_plan, processes
 from megarl.engines.vllm_arguments import engine_arguments
 from megarl.settings.config import RunConfig, read
 from megarl.settings.rl import longest_request

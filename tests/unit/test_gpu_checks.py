@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.apps.doctor import machine, software
-from megarl.apps.doctor.findings import ProgramOutcome
+from megarl.apps.doctor import doctor
+from megarl.apps.doctor.doctor import ProgramOutcome
 from megarl.checks.engine_checks import check_placement
 from megarl.checks.preflight import check_gpus
 from megarl.errors import UserError
@@ -142,8 +142,8 @@ def test_no_run_takes_the_cpu_beside_gpus(
     assert [part for part in said if part not in str(refused.value)] == []
     # The doctor says the same.
     told = ProgramOutcome(0, json.dumps([cuda, []]), "")
-    monkeypatch.setattr(machine, "ask_python", lambda program: told)
-    (finding,) = machine.check_accelerators()
+    monkeypatch.setattr(doctor, "ask_python", lambda program: told)
+    (finding,) = doctor.check_accelerators()
     assert finding.status == "FAIL"
     assert finding.fix
 
@@ -256,23 +256,23 @@ def test_fewer_gpus_than_ranks(
 def test_no_python_header_is_told(
     tmp_path: Path, smi: Smi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert next(software.check_headers()).status == "ok"
+    assert next(doctor.check_headers()).status == "ok"
     paths = {"include": str(tmp_path)}
-    monkeypatch.setattr(software.sysconfig, "get_paths", lambda: paths)
-    assert next(software.check_headers()).status == "warn"
+    monkeypatch.setattr(doctor.sysconfig, "get_paths", lambda: paths)
+    assert next(doctor.check_headers()).status == "warn"
     smi()
-    (finding,) = software.check_headers()
+    (finding,) = doctor.check_headers()
     assert (finding.status, "-dev (Debian)" in finding.fix) == ("FAIL", True)
 
 
 def test_a_gpu_without_bfloat16_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = [["Tesla V100", 30, 32, False], ["NVIDIA A100", 80, 80, True]]
     told = ProgramOutcome(0, json.dumps(["12.8", gpus]), "")
-    monkeypatch.setattr(machine, "ask_python", lambda program: told)
-    assert [finding.status for finding in machine.check_accelerators()] == ["warn", "ok"]
+    monkeypatch.setattr(doctor, "ask_python", lambda program: told)
+    assert [finding.status for finding in doctor.check_accelerators()] == ["warn", "ok"]
 
 
 def test_the_driver_list_is_read_without_torch() -> None:
     """`megarl doctor` must run where torch does not import."""
-    program = "import sys, megarl.apps.doctor.machine; sys.exit('torch' in sys.modules)"
+    program = "import sys, megarl.apps.doctor.doctor; sys.exit('torch' in sys.modules)"
     subprocess.run(["python", "-c", program], check=True, env=os.environ, timeout=60)

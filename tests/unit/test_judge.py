@@ -65,7 +65,7 @@ YES_NO = {"yes": 1.0, "No": 0.0, "not sure": 0.5}
 def test_the_last_verdict_counts(
     pattern: str, choices: dict[str, float], text: str, score: float | None
 ) -> None:
-    reader = VerdictReader(pattern, choices)
+    reader = VerdictReader(JudgeConfig(verdict=pattern, choices=choices))
     if score is None:
         with pytest.raises(BadScore, match="the judge"):
             reader.read(text)
@@ -74,7 +74,7 @@ def test_the_last_verdict_counts(
 
 
 def test_numbers_are_scaled_and_none_is_cut_to_the_range() -> None:
-    reader = VerdictReader(r"(-?\d+)", {}, 1.0, 5.0)
+    reader = VerdictReader(JudgeConfig(verdict=r"(-?\d+)", lowest=1.0, highest=5.0))
     assert [reader.read(text) for text in ("1", "2", "5")] == [0.0, 0.25, 1.0]
     for text in ("0", "6", "-3"):
         with pytest.raises(BadScore, match=rf"is {text}, not from judge.lowest 1 to judge.highest"):
@@ -88,7 +88,7 @@ def test_numbers_are_scaled_and_none_is_cut_to_the_range() -> None:
 ])  # fmt: skip
 def test_patterns_that_are_refused(pattern: str, says: str) -> None:
     with pytest.raises(ValueError, match=r"judge\.verdict") as told:
-        VerdictReader(pattern, {})
+        VerdictReader(JudgeConfig(verdict=pattern))
     assert says in str(told.value)
 
 
@@ -130,6 +130,7 @@ def test_values_of_a_row() -> None:
             field_values([field], prompt, "r")
 
 
+PLAIN = JudgeConfig(chat=False)
 CHAT = "{% for m in messages %}<eos>{{ m['role'] }}:{{ m['content'] }}<eos>{% endfor %}<eos>a:"
 
 
@@ -143,14 +144,14 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_a_filled_in_text_is_not_expanded_again(tokenizer: Any) -> None:
-    made = JudgePrompt(tokenizer, "{response}+{answer}+{response}", setting="x", chat=False)
+    made = JudgePrompt(tokenizer, PLAIN, "{response}+{answer}+{response}")
     filled = {"response": "{answer}{{", "answer": "{response}"}
     text = "{answer}{{+{response}+{answer}{{"
     assert made.ids(filled) == tokenizer(text).input_ids
 
 
 def test_plain_text_is_tokenised_as_a_whole(tokenizer: Any) -> None:
-    made = JudgePrompt(tokenizer, "1+{response}", setting="x", chat=True, system="b a")
+    made = JudgePrompt(tokenizer, JudgeConfig(system="b a"), "1+{response}")
     turns = [{"role": "system", "content": "b a"}, {"role": "user", "content": "1+12"}]
     text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     assert made.ids({"response": "12"}) == tokenizer(text, add_special_tokens=False).input_ids
@@ -191,7 +192,7 @@ def test_the_text_of_a_judge_is_the_templates_with_the_response_as_text(
     words: Any, response: str, chat: bool
 ) -> None:
     """For responses of the pieces of which added tokens are made, special or not."""
-    made = JudgePrompt(words, "Score {response} the answer<|end|> is", setting="x", chat=chat)
+    made = JudgePrompt(words, JudgeConfig(chat=chat), "Score {response} the answer<|end|> is")
     ids = made.ids({"response": response})
     whole = f"Score {response} the answer<|end|> is"
     if chat:
@@ -230,8 +231,8 @@ def ruled(
     judge = ServedJudge(
         config,
         max_tokens=600,
-        prompt=JudgePrompt(tokenizer, config.template, setting="x", chat=config.chat),
-        reader=VerdictReader(config.verdict, config.choices, config.lowest, config.highest),
+        prompt=JudgePrompt(tokenizer, config, config.template),
+        reader=VerdictReader(config),
         stop_token_ids=[5],
     )
     try:
@@ -400,7 +401,7 @@ def test_the_recipes_of_the_documentation(head: str) -> None:
     if (judge := config.judge).model.path:
         fields = [field for _, field in parse_template(judge.template, "judge.template")]
         assert fields == ["fields.question", "answer", "response", ""]
-        reader = VerdictReader(judge.verdict, judge.choices, judge.lowest, judge.highest)
+        reader = VerdictReader(judge)
         assert reader.read("Sound. Score: 7") == 0.7
     else:
         assert config.reward_model.engine.dtype == "float32"

@@ -20,8 +20,7 @@ from support.commands import ROOT, started, until
 
 from megarl import cli
 from megarl.apps.launch import launch_run, run_words
-from megarl.apps.launch.launch_plan import ProgramCommand
-from megarl.apps.launch.launch_processes import Addresses, Process
+from megarl.apps.launch.launch_plan import Addresses, Process, ProgramCommand
 from megarl.apps.launch.launch_run import Launcher, RunningProcess
 from megarl.errors import UserError
 from megarl.settings.config import (
@@ -92,8 +91,13 @@ def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 def places(stdout: str) -> dict[str, str]:
     """{role or engine: its ranks and GPUs} of the plan of a dry run."""
     rows = yaml.safe_load(stdout)["placement"]
-    rows.pop("notes", None)
-    return {name: f"{row.get('ranks', '-')} {row['gpus']}" for name, row in rows.items()}
+    rows.pop("fullest", None)
+    free = {"free": {"gpus": rows.pop("free")}} if "free" in rows else {}
+    return {
+        name: f"{row.get('ranks', '-')} "
+        + ("; ".join(f"{node}: {gpus}" for node, gpus in row["gpus"].items()) or "none")
+        for name, row in (rows | free).items()
+    }
 
 
 def refused(*arguments: str, **environment: Any) -> str:
@@ -400,7 +404,7 @@ time.sleep(600)"""
 STARTS = """import sys, time
 from pathlib import Path
 from megarl.apps.launch.launch_plan import ProgramCommand
-from megarl.apps.launch.launch_processes import Addresses, Process
+from megarl.apps.launch.launch_plan import Addresses, Process
 from megarl.apps.launch.launch_run import Launcher
 process = Process("ranks", 0, ProgramCommand({}, [sys.executable, "-c", sys.argv[1]]))
 Launcher([process], ["here"], Addresses(state="/nowhere"), Path()).start(process)

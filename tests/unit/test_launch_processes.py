@@ -8,8 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from megarl.apps.launch.launch_plan import deal_cpu, deal_gpus, make_launch_plan
-from megarl.apps.launch.launch_processes import Addresses, processes, shown_commands
+from megarl.apps.launch.launch_plan import (
+    Addresses,
+    deal_cpu,
+    deal_gpus,
+    make_launch_plan,
+    processes,
+    shown_commands,
+)
 from megarl.apps.launch.slurm import allocated_hosts, srun
 from megarl.settings.config import RunConfig, from_tree, read, task_class, written_tree
 from megarl.system.console import Options

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from megarl.apps.tune.pair_task import right
+from megarl.apps.tune.pairs import right
 from megarl.apps.tune.pairwise import METHODS, Pairs, bradley_terry, kto, pair_loss
 from megarl.settings.objectives import (
     USUAL_BETA,

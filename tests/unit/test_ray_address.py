@@ -171,7 +171,7 @@ def test_only_folders_that_are_surely_of_a_killed_process_are_removed(
 LAUNCH = """import os, signal, sys
 from pathlib import Path
 from megarl.system import private_folder
-from megarl.apps.launch.launch_processes import Addresses
+from megarl.apps.launch.launch_plan import Addresses
 from megarl.apps.launch.launch_run import Launcher
 private_folder.PLACE = Path(sys.argv[1])
 launcher = Launcher([], [], Addresses(state=sys.argv[2]), Path())

@@ -16,8 +16,12 @@ from support.tiny import write_classifier, write_model
 import megarl
 from megarl import DistillConfig, PreferenceConfig, RewardModelConfig, RunConfig, SftConfig
 from megarl.apps.serve.serve_reward import check_serve_reward
-from megarl.apps.tune.sampling_checks import check_sample
-from megarl.apps.tune.supervised_checks import check_preference, check_reward_model, check_sft
+from megarl.apps.tune.tune_checks import (
+    check_preference,
+    check_reward_model,
+    check_sample,
+    check_sft,
+)
 from megarl.checks.preflight import check_eval, check_run, check_train
 from megarl.settings import config
 from megarl.settings.config import PreferenceEvaluationConfig

@@ -45,7 +45,8 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     """What `megarl run WORDS` starts: HERE, the words for torchrun, or the options of a launch."""
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(run_words, "load", lambda _: lambda *given: calls.append(given))
+    record = lambda *given: calls.append(given) or (lambda: 0)  # noqa: E731
+    monkeypatch.setattr(run_words, "load", lambda _: record)
 
     def start(*words: str) -> Any:
         plan = cli.plan(["run", *words])

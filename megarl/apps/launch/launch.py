@@ -1,7 +1,7 @@
 """Start the run of one recipe on this machine, or on all nodes of a Slurm allocation, as `megarl
 run` does with GPUs.
 
-    recipe --launch_plan--> LaunchPlan, Gpus --launch_processes--> processes
+    recipe --launch_plan--> LaunchPlan, Gpus, processes
     processes --launch_run--> exit code
 
 Whatever ends the launcher, every process that it started has ended then, and no other one has.
@@ -13,30 +13,28 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from megarl.apps.launch.launch_plan import (
+    HEAD,
+    RAY_PORT,
+    TORCH_PORT,
+    Addresses,
     Gpus,
     LaunchPlan,
     ProgramCommand,
     deal_cpu,
     deal_gpus,
     make_launch_plan,
-)
-from megarl.apps.launch.launch_processes import (
-    HEAD,
-    RAY_PORT,
-    TORCH_PORT,
-    Addresses,
     processes,
     shown_commands,
 )
 from megarl.apps.launch.launch_run import Launcher, announce
 from megarl.apps.launch.slurm import allocated_hosts, requeue, srun
-from megarl.checkpoints.lease import take
+from megarl.checkpoints.lease import refuse_living
 from megarl.checks.named_files import check_named_files
-from megarl.errors import UserError
 from megarl.parallel.devices import are_hidden, driver_gpus
 from megarl.parallel.launcher import free_port
 from megarl.settings.config import AnyConfig, RunConfig
@@ -46,29 +44,24 @@ from megarl.system.console import Options, result
 from megarl.system.signals import SAVE_WITHIN_S, EndedBySignal
 
 
-def main(config: AnyConfig, options: Options) -> int:
-    """Start Ray and the trainer ranks of a recipe on all nodes and wait for their end; with
-    `--dry-run` print placement and commands on standard output instead. `options`: the words after
-    `megarl run`. Returns the exit code: that of the ranks that failed first, or 0. Raises
-    `UserError` for a mistake in options or recipe, and `EndedBySignal` if a signal ends the run.
+def planned(config: AnyConfig, options: Options) -> Callable[[], int]:
+    """Plan the start of Ray and of the trainer ranks of a recipe on all nodes. `options`: the words
+    after `megarl run`. Returns the function that starts them, waits for their end and returns the
+    exit code: that of the ranks that failed first, or 0; with `--dry-run`, one that prints
+    placement and commands on standard output. Raises `ValueError` for a mistake in options or
+    recipe.
     """
-    try:
-        own = os.uname().nodename
-        planned = options.nodes is not None  # for nodes that this process need not be on
-        hosts = [own] if planned else allocated_hosts(os.environ, own)
-        num_nodes = options.nodes or len(hosts)
-        if options.requeue:
-            refuse_requeue(config, options)
-        try:
-            plan = make_launch_plan(config, options)
-        except ValueError as error:
-            raise ValueError(f"{options.recipe}: {error}") from error
-        gpus = find_gpus(plan, options, num_nodes)
-        if isinstance(config, RunConfig):
-            refuse_placement(config, plan, gpus)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    by_us = not planned or num_nodes == 1
+    own = os.uname().nodename
+    is_named = options.nodes is not None  # nodes that this process need not be on
+    hosts = [own] if is_named else allocated_hosts(os.environ, own)
+    num_nodes = options.nodes or len(hosts)
+    if options.requeue:
+        refuse_requeue(config, options)
+    plan = make_launch_plan(config, options)
+    gpus = find_gpus(plan, options, num_nodes)
+    if isinstance(config, RunConfig):
+        refuse_placement(config, plan, gpus)
+    by_us = not is_named or num_nodes == 1
     at = addresses(options, hosts) if by_us else Addresses(ray_port=options.port or RAY_PORT)
     started = processes(plan, gpus, options, at)
     facts = {"recipe": str(recipe_path(options.recipe).resolve()), "folder": config.folder}
@@ -78,27 +71,31 @@ def main(config: AnyConfig, options: Options) -> int:
     there = srun(hosts[0], [sys.executable, "-m", "megarl", "run", *options.words])
     facts |= {"started from": str(ProgramCommand({}, there))} if elsewhere else {}
     # Imported here: the parameter tables import torch, and a mistake is told without it.
-    from megarl.apps.launch.placement_table import placement, plan_text
+    from megarl.apps.launch.plan_text import plan_text
 
-    commands = shown_commands(started, hosts if by_us else [])
-    text = plan_text(facts, placement(plan, gpus), commands)
+    text = plan_text(facts, plan, gpus, shown_commands(started, hosts if by_us else []))
     if options.dry_run:
         by_hand = "" if by_us else f"\n# in place of {HEAD} write the address of node 0"
-        result(f"{text}{by_hand}\n# the recipe passes; nothing was started")
-        return 0
+        return lambda: result(f"{text}{by_hand}\n# the recipe passes; nothing was started") or 0
     if elsewhere:
         announce(f"this is not the allocation's first host; going to {hosts[0]}")
-        os.execvp(there[0], there)  # noqa: S606 - srun itself, no shell
-    try:
-        check_named_files(config)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    refuse_owned(config)
+        return lambda: os.execvp(there[0], there)  # noqa: S606 - srun itself, no shell
+    check_named_files(config)
+    refuse_living(Path(config.folder))
     print(text, file=sys.stderr, flush=True)
     job, restarts = (os.environ.get(f"SLURM_{name}", "") for name in ("JOB_ID", "RESTART_COUNT"))
     logs = Path(config.folder, "logs", f"{job}-{restarts or 0}" if job else "launch")
     more_s = max(0.0, config.training.checkpoint.save_within_s - SAVE_WITHIN_S)
-    launcher, interrupted = Launcher(started, hosts, at, logs, more_s), False
+    return partial(
+        run_launcher, Launcher(started, hosts, at, logs, more_s), job if options.requeue else ""
+    )
+
+
+def run_launcher(launcher: Launcher, job: str) -> int:
+    """Start a run and wait for its end; returns the exit code. If the run was interrupted, the
+    Slurm job `job`, if any, is put back into the queue.
+    """
+    interrupted = False
     try:
         code = launcher.run()
         if code != 0 and launcher.silent:
@@ -109,7 +106,7 @@ def main(config: AnyConfig, options: Options) -> int:
         interrupted = ended.number != signal.SIGINT
         raise
     finally:
-        if options.requeue and interrupted:
+        if job and interrupted:
             announce(requeue(job))
 
 
@@ -158,21 +155,6 @@ def addresses(options: Options, hosts: Sequence[str]) -> Addresses:
         state=f"/tmp/megarl-{os.getpid()}-{secrets.token_hex(4)}",
         python=sys.executable,
     )
-
-
-def refuse_owned(config: AnyConfig) -> None:
-    """Raise `UserError` if another live run owns the run folder `config.folder`: only the owner may
-    write to the folder. This check comes before Ray starts; trainer rank 0 becomes the owner later.
-    Waits up to `training.checkpoint.owner_timeout_s` seconds to see whether an owner on another
-    machine lives.
-    """
-    patience_s = config.training.checkpoint.owner_timeout_s
-    try:
-        take(Path(config.folder), patience_s=patience_s).release()
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    except OSError:
-        pass  # a folder that cannot be written is rank 0's to explain
 
 
 def find_gpus(plan: LaunchPlan, options: Options, num_nodes: int) -> Gpus:

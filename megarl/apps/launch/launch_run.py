@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megarl.apps.launch.launch_processes import Addresses, Process
+from megarl.apps.launch.launch_plan import Addresses, Process
 from megarl.apps.launch.node_process import END, KILL, MARGIN_S, POLL_S
 from megarl.apps.launch.slurm import srun
 from megarl.system.console import printable
@@ -62,7 +62,7 @@ class Launcher:
     """
 
     processes: Sequence[Process]
-    """The processes in the order of their start, as `launch_processes.processes` returns them."""
+    """The processes in the order of their start, as `launch_plan.processes` returns them."""
     hosts: Sequence[str]
     """Host name of each node, in the order of node numbers, for `srun`. With one name, processes
     are started on this machine without `srun`."""

@@ -9,52 +9,14 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shlex
 from pathlib import Path
 
 from megarl.errors import UserError
 from megarl.system.console import Arguments, result
 
-RECIPE = """\
-# Every key with its meaning: megarl run recipe.yaml --help prompts
-task: rl
-folder: run                     # where the run writes; `megarl report run`, `megarl chat run`
-steps: 50
-model: {path: MODEL}
-prompts:                        # one problem a line; other columns and formats: docs/data.md
-  source: problems.jsonl
-  template: chat                # the model's own; none where it has no chat template
-  max_prompt_tokens: 128
-environment: {verifier: "my_reward.py:score"}
-rollout:
-  groups_per_step: 16           # problems of a step
-  group_size: 8                 # responses to each, which are compared with each other
-  max_new_tokens: 128
-  max_staleness: 0              # generate and train in turns; 1 does both at the same time
-algorithm: {advantage: grpo, loss: ppo_clip}
-training:
-  micro_batch_tokens: 2048      # lower it where memory is short
-  optimizer: {learning_rate: 1e-6}
-evaluation:
-  every: 10
-  prompts: {source: held_out.jsonl, template: chat, max_prompt_tokens: 128, shuffle: false}
-"""
-REWARD = '''\
-"""The reward of the run."""
-
-import re
-
-
-def score(prompt, response):
-    """1 if the last number of the response (text) is the problem's answer, else 0.
-
-    prompt.text, prompt.answer and prompt.fields come from a line of problems.jsonl. A dict may
-    say more: {"reward": 0.5, "correct": False, "a_metric_of_mine": 3}.
-    """
-    numbers = re.findall(r"-?\\d+", response)
-    return float(numbers[-1:] == [prompt.answer])
-'''
+FILES = Path(__file__).with_name("first_task")
+"""What a new task begins with."""
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 NEXT = """\
 cd {folder}
@@ -91,7 +53,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _has_chat_template(model: str) -> bool:
+def has_chat_template(model: str) -> bool:
     """Whether a model has a chat template; a name of the hub is taken for one that has."""
     settings = Path(model) / "tokenizer_config.json"
     if not Path(model).is_dir() or (Path(model) / "chat_template.jinja").exists():
@@ -104,16 +66,9 @@ def task_files(model: str) -> dict[str, str]:
     and sums of two numbers as problems and held-out problems (JSON lines with `prompt` and
     `answer`). `model`: path or hub name, the recipe's `model.path`.
     """
-    pairs = [(a, b) for a in range(10, 50) for b in range(10, 50)]
-    chosen = random.Random(0).sample(pairs, 80)
-    rows = [
-        json.dumps({"prompt": f"What is {a} plus {b}?", "answer": str(a + b)}) + "\n"
-        for a, b in chosen
-    ]
-    recipe = RECIPE if _has_chat_template(model) else RECIPE.replace(": chat", ": none")
-    return {
-        "recipe.yaml": recipe.replace("MODEL", json.dumps(model, ensure_ascii=False)),
-        "my_reward.py": REWARD,
-        "problems.jsonl": "".join(rows[:64]),
-        "held_out.jsonl": "".join(rows[64:]),
-    }
+    texts = {path.name: path.read_text("utf-8") for path in sorted(FILES.iterdir())}
+    recipe = texts["recipe.yaml"].replace("MODEL", json.dumps(model, ensure_ascii=False))
+    if not has_chat_template(model):
+        recipe = recipe.replace(": chat", ": none")
+    reward = texts.pop("my_reward.txt")
+    return texts | {"recipe.yaml": recipe, "my_reward.py": reward}

@@ -1,6 +1,6 @@
 """`megarl run`: which processes run a recipe on this machine.
 
---cpu, --dry-run, GPUs here, a job of Slurm    Ray and ranks, by `launch.main`
+--cpu, --dry-run, GPUs here, a job of Slurm    Ray and ranks, by `launch.planned`
 several ranks                                  ranks, by `parallel.torchrun`
 else, and in a rank                            this process
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from functools import partial
 
 from megarl.apps.launch.launch_plan import fewest_ranks, shared_ranks
 from megarl.parallel import launcher
@@ -53,7 +52,7 @@ def other_processes(
     config = configs.read(config_class, options.recipe, options.overrides, say if launches else str)
     if options.ranks is None and places:
         is_open = config.training.layout.data == 0
-        if is_open or options.check or not launches:  # else `launch.main` shows the ranks
+        if is_open or options.check or not launches:  # else the plan shows the ranks
             options.ranks = fewest_ranks(config)
         if options.ranks is not None and (options.ranks > 1 or launches):
             why = "as the recipe's layout asks for"
@@ -68,7 +67,7 @@ def other_processes(
             options.ranks = None  # the check takes this process for the rank
         return None
     if launches:
-        return partial(load("megarl.apps.launch.launch:main"), config, options)
+        return load("megarl.apps.launch.launch:planned")(config, options)
     if is_one:
         return None
     words = ["--nproc-per-node", str(options.ranks), *_patience(config), "-m", "megarl", name]

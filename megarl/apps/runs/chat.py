@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from megarl.errors import UserError
 from megarl.settings.schema import require
@@ -83,42 +82,65 @@ def questions(prompt: str | None) -> Iterator[str]:
 
 
 class Chat:
-    """A conversation with a model through a vLLM engine in this process. Without a chat template,
+    """A conversation with a model through vLLM's engine in this process. Without a chat template,
     each question is a text of its own, which the model continues.
     """
 
     def __init__(self, path: str, max_tokens: int, temperature: float, system: str) -> None:
-        """Load a model into a vLLM engine and begin a conversation with it.
-
-        Args:
-            path: folder or hub name of the model.
-            max_tokens: largest number of tokens in one answer.
-            temperature: sampling temperature; 0 takes the likeliest token.
-            system: system message at the start of the conversation; "" for none.
-
-        Raises:
-            ValueError: the model or its tokenizer cannot be read, or `system` is given to a model
-                whose tokenizer has no chat template.
+        """Load the model in the folder, or of the hub's name, `path`; an answer has at most
+        `max_tokens` tokens. `system`: message at the start; "" for none. Raises `ValueError` if the
+        model or its tokenizer cannot be read, or has no chat template for `system`. Sets the
+        environment variables that vLLM reads.
         """
+        import torch
+
         from megarl.checks.model_checks import check_model, stop_tokens
         from megarl.data.chat_template import ChatTemplate, ends_of_turns
+        from megarl.engines.vllm_arguments import engine_arguments, tokenizer_arguments
+        from megarl.settings.rollout import EngineConfig
         from megarl.settings.training import ModelConfig
+        from megarl.system.process_env import engine_environment
+        from megarl.system.quick_imports import quick_imports
+        from megarl.trainer import threads
         from megarl.trainer.model_config import positions
+        from megarl.trainer.precision import has_bfloat16
 
         config = ModelConfig(path=path)
         self._tokenizer, hf = check_model(config)
         has_template = bool(self._tokenizer.chat_template)
-        self._template = ChatTemplate(self._tokenizer) if has_template else None
         require(
             has_template or not system,
             "--system is set, but the model has no chat template to write it; leave --system out",
         )
+        self._template = ChatTemplate(self._tokenizer) if has_template else None
         self._turns = [{"role": "system", "content": system}] if system else []
-        ends = ends_of_turns(self._tokenizer, "chat" if has_template else "none")
         self._context = min(positions(hf) or CONTEXT, CONTEXT)
-        self._engine = _engine(path, self._context)
-        self._stops = stop_tokens(self._tokenizer, config, hf, ends)
-        self._number, self._max_tokens, self._temperature = 0, max_tokens, temperature
+        self._number, self._max_tokens = 0, max_tokens
+        ends = ends_of_turns(self._tokenizer, "chat" if has_template else "none")
+        on_cpu, num_threads = not torch.cuda.is_available(), threads.shared(1)
+        os.environ |= engine_environment(on_cpu=on_cpu, num_threads=num_threads, kv_cache_gib=1)
+        torch.set_num_threads(num_threads)
+        with quick_imports():
+            from vllm import EngineArgs, LLMEngine, SamplingParams
+            from vllm.sampling_params import RequestOutputKind
+
+        self._sampling = SamplingParams(
+            temperature=temperature,
+            stop_token_ids=stop_tokens(self._tokenizer, config, hf, ends),
+            output_kind=RequestOutputKind.DELTA,
+        )
+        dtype = "float32" if on_cpu else "bfloat16" if has_bfloat16() else "float16"
+        settings = engine_arguments(
+            EngineConfig(dtype=dtype, max_num_sequences=1),
+            model=path,
+            max_tokens=self._context,
+            trust_remote_code=False,
+            seed=0,
+            on_cpu=on_cpu,
+        )
+        with tokenizer_arguments(path) as text:
+            arguments = EngineArgs(**settings | text, generation_config="vllm")
+            self._engine = LLMEngine.from_engine_args(arguments)
 
     def reply(self, text: str) -> Iterator[str]:
         """Ask `text` and iterate over the pieces of the model's answer, in order, as the engine
@@ -126,9 +148,6 @@ class Chat:
         of the conversation. Raises `UserError` if the conversation fills the context, or if the
         chat template refuses it.
         """
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         from megarl.data.tokens import tokenised
 
         if self._template is None:
@@ -150,51 +169,12 @@ class Chat:
                 f"the conversation has {len(ids)} tokens, and the model sees {self._context}; begin"
                 " a new one"
             )
-        params = SamplingParams(
-            max_tokens=room,
-            temperature=self._temperature,
-            stop_token_ids=self._stops,
-            output_kind=RequestOutputKind.DELTA,
-        )
+        sampling, answer = self._sampling.clone(), ""
+        sampling.max_tokens = room
         self._number += 1
-        self._engine.add_request(str(self._number), {"prompt_token_ids": ids}, params)
-        answer = ""
+        self._engine.add_request(str(self._number), {"prompt_token_ids": ids}, sampling)
         while self._engine.has_unfinished_requests():
             for output in self._engine.step():
                 answer += output.outputs[0].text
                 yield output.outputs[0].text
         self._turns.append({"role": "assistant", "content": answer})
-
-
-def _engine(path: str, context: int) -> Any:
-    """vLLM's synchronous engine with the weights of the model `path`, for conversations of at most
-    `context` tokens. Sets the environment variables that vLLM reads.
-    """
-    import torch
-
-    from megarl.engines.vllm_arguments import engine_arguments, tokenizer_arguments
-    from megarl.settings.rollout import EngineConfig
-    from megarl.system.process_env import engine_environment
-    from megarl.system.quick_imports import quick_imports
-    from megarl.trainer import threads
-    from megarl.trainer.precision import has_bfloat16
-
-    on_cpu = not torch.cuda.is_available()
-    num_threads = threads.shared(1)
-    os.environ.update(engine_environment(on_cpu=on_cpu, num_threads=num_threads, kv_cache_gib=1))
-    torch.set_num_threads(num_threads)
-    with quick_imports():
-        from vllm import EngineArgs, LLMEngine
-
-    dtype = "float32" if on_cpu else "bfloat16" if has_bfloat16() else "float16"
-    config = EngineConfig(dtype=dtype, max_num_sequences=1)
-    settings = engine_arguments(
-        config,
-        model=path,
-        max_tokens=context,
-        trust_remote_code=False,
-        seed=0,
-        on_cpu=on_cpu,
-    )
-    with tokenizer_arguments(path) as text:
-        return LLMEngine.from_engine_args(EngineArgs(**settings | text, generation_config="vllm"))

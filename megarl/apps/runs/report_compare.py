@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megarl.apps.runs.status import duration
 from megarl.errors import shortened
 from megarl.observe.summary import Run, evaluated_ends, rollout_ends, summarise_run
 from megarl.settings.recipe_file import read_tree
@@ -143,20 +144,12 @@ def run_numbers(run: Run) -> dict[str, Number]:
             for name, count in run.failures.items()
         },
         "Steps": ("{:,.6g}".format, "", (facts["steps"],)),
-        "Time of the steps": (duration_text, "", (seconds,)),
+        "Time of the steps": (duration, "", (seconds,)),
         "Time of a step": ("{:.3g}".format, "s", (per_step,)),
         "Generation": ("{:,.0f}".format, "tokens/s", (rates[0],)),
         "Training": ("{:,.0f}".format, "tokens/s", (rates[1],)),
     }
     return {name: row for name, row in rows.items() if any(value is not None for value in row[2])}
-
-
-def duration_text(seconds: float) -> str:
-    """Seconds as text, such as "1 min 12 s"."""
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest} s"
 
 
 def ends_text(numbers: Sequence[Number]) -> str:

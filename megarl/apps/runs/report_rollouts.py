@@ -1,5 +1,5 @@
-"""The parts of a report that show what the model writes: held-out problems before and after,
-rollouts to browse, and histograms of their rewards.
+"""The parts of a report that show what the model writes: held-out problems before and after, and
+rollouts to browse.
 
     transcripts --Listing: items as HTML, fields to choose by--> report_rollouts.html.j2
 
@@ -8,15 +8,17 @@ A list takes at most 1 MiB of the page, however long the run and its responses a
 
 from __future__ import annotations
 
+import base64
 import functools
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import numpy as np
+import jinja2
 
-from megarl.apps.runs.page import pages
 from megarl.observe.summary import Evaluation, Run
 
 LIST_BYTES, MOST_ITEMS = 2**20, 400
@@ -26,9 +28,34 @@ OF_A_GROUP = 8
 OPEN, SHORT = 3, 1000
 """Number of problems that are open when the page is opened, if the responses have fewer characters.
 """
-PANELS, BINS = 8, 20
-"""Number of histograms, each over as many steps as the others, and of the bars of one."""
 OUTCOME = {"reward": "range", "tokens": "range", "source": "choice", "verdict": "choice"}
+
+
+@functools.cache
+def pages() -> jinja2.Environment:
+    """The templates of report pages, loaded once in a process. Every value that a template is given
+    is escaped as HTML, with control characters, which HTML forbids, as visible symbols.
+    """
+    controls = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
+
+    def visible(value: Any) -> Any:
+        if type(value) is not str:  # HTML of the template is a class of its own
+            return value
+        return value.replace("\r\n", "\n").translate(controls | {127: 0x2421})
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=visible,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["count"] = "{:,}".format
+    environment.filters["sha256"] = lambda text: base64.b64encode(
+        hashlib.sha256(text.encode()).digest()
+    ).decode()
+    return environment
 
 
 @dataclass
@@ -159,38 +186,3 @@ def rollout_listing(run: Run) -> list[Listing]:
         " transcripts.jsonl has all that were written down."
     )
     return [Listing("Rollouts", about, {"step": "range"} | OUTCOME, items)]
-
-
-def histograms(run: Run) -> dict[str, Any] | None:
-    """Histograms of the rewards of the run's written rollouts, for the page's template: a dict with
-    `low` and `high` (edges of the axis), `most` (the highest bar, as a share) and `panels`: for each
-    of at most eight parts of the run a dict with `title` (its steps), `rollouts` (their number),
-    `mean` and `bars`, the shares of the 20 bins relative to the highest bar of all. None without
-    rewards.
-    """
-    rewards: dict[int, list[float]] = {}
-    for group in run.groups:
-        known = [reward_of(rollout) for rollout in group["rollouts"]]
-        rewards.setdefault(group["step"], []).extend(
-            reward for reward in known if reward is not None
-        )
-    every = [reward for of_step in rewards.values() for reward in of_step]
-    if not every:
-        return None
-    low, high = min(every), max(every)
-    edges = (low, high) if low < high else (low - 0.5, high + 0.5)
-    panels = []
-    for steps in np.array_split(sorted(s for s in rewards if rewards[s]), PANELS):
-        if not len(steps):
-            continue
-        inside = np.array([reward for step in steps for reward in rewards[int(step)]])
-        first, last = int(steps[0]), int(steps[-1])
-        title = f"steps {first:,} to {last:,}" if first < last else f"step {first:,}"
-        bars = np.histogram(inside, BINS, edges)[0] / len(inside)
-        panels.append(
-            {"title": title, "rollouts": len(inside), "mean": inside.mean(), "bars": bars}
-        )
-    most = max(panel["bars"].max() for panel in panels)
-    for panel in panels:
-        panel["bars"] = [round(float(one), 4) for one in panel["bars"] / most]
-    return {"low": edges[0], "high": edges[1], "most": most, "panels": panels}

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import regex
 
-from megarl.data.chat_template import ChatTemplate, Variables
+from megarl.data.chat_template import ChatTemplate
 from megarl.data.control_tokens import ControlTokens
 from megarl.data.rows import column, text_of
 from megarl.data.tokens import prompt_tokens
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 COLUMN = "fields."
 """Beginning of a template's field, such as `fields.question`, that stands for a column of the
 prompt's row in the data set."""
+FIELD = regex.compile(r"|prompt|response|answer|fields\.[^{}!:]+")
 SEARCH_LIMIT_S = 1.0
 """Most seconds of one search in a judge's text: a pattern such as `(a+)+b` may need years."""
 
@@ -44,18 +45,18 @@ def parse_template(template: str, setting: str) -> list[tuple[str, str]]:
     (" A: ", "response")]; text at the end has the field "". Raises `ValueError`, naming `setting`,
     for an unknown field, or if there is no `{response}`.
     """
-    parts = list[tuple[str, str]]()
     doubling = "write {{ and }} for braces that are no field"
     try:
         pieces = list(Formatter().parse(template))
     except ValueError as error:
         raise ValueError(f"{setting} has a single brace ({error}); {doubling}") from None
+    parts = list[tuple[str, str]]()
     for literal, name, spec, conversion in pieces:
-        field = (name or "") + (f"!{conversion}" if conversion else "")
-        field += f":{spec}" if spec else ""
-        is_column = regex.fullmatch(r"fields\.[^{}!:]+", field) is not None
+        field = (
+            (name or "") + (f"!{conversion}" if conversion else "") + ((spec and f":{spec}") or "")
+        )
         require(
-            name is None or field in ("prompt", "response", "answer") or is_column,
+            FIELD.fullmatch(field) is not None,
             f"{setting} has {shortened(repr(f'{{{field}}}'))}, which is none of the fields"
             f" {{prompt}}, {{response}}, {{answer}} and {{fields.NAME}}; {doubling}",
         )
@@ -83,12 +84,9 @@ def field_values(fields: Sequence[str], prompt: Prompt, response: str) -> dict[s
         if field.startswith(COLUMN):
             name = field.removeprefix(COLUMN)
             value: Any = column(prompt.fields, name, place=row, setting="the judge's template")
-            is_plain = isinstance(value, str | int | float) and not isinstance(value, bool)
-            texts[field] = (
-                text_of(value, what=f"column '{name}'", place=row)
-                if is_plain
-                else json.dumps(value, ensure_ascii=False)
-            )
+            if isinstance(value, bool) or not isinstance(value, str | int | float):
+                value = json.dumps(value, ensure_ascii=False)
+            texts[field] = text_of(value, what=f"column '{name}'", place=row)
     return texts
 
 
@@ -100,27 +98,25 @@ class JudgePrompt:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
+        config: JudgeConfig,
         template: str,
-        *,
-        setting: str,
-        chat: bool,
-        system: str = "",
-        variables: Variables | None = None,
+        setting: str = "judge.template",
     ) -> None:
-        """`setting`: what the recipe calls the template, for errors. `chat`: whether the
-        tokenizer's chat template is put around it, with the message `system` unless that is empty.
-        Raises `ValueError` for a template or a tokenizer that cannot be used.
+        """`config`: whether the tokenizer's chat template is put around `template`, and with which
+        system message; `setting`: what the recipe calls the template, for errors. Raises
+        `ValueError` for a template or a tokenizer that cannot be used.
         """
         self._tokenizer, self._control = tokenizer, ControlTokens.of(tokenizer)
         self._parts = parse_template(template, setting)
         self.fields = [field for _, field in self._parts if field]
-        self._system, self._chat = system, None
-        if chat:
+        self._system, self._chat = config.system, None
+        if config.chat:
             require(
                 bool(tokenizer.chat_template),
                 "judge.chat is true, but the judge's tokenizer has no chat template; set chat to"
                 " false, or a model with one",
             )
+            variables = config.template_variables
             self._chat = ChatTemplate(tokenizer, variables, "judge", control_tokens=True)
             self._chat.check_variables()
 
@@ -146,19 +142,13 @@ class VerdictReader:
     number, scaled to 0 to 1 if its range is given.
     """
 
-    def __init__(
-        self,
-        pattern: str,
-        choices: Mapping[str, float],
-        lowest: float | None = None,
-        highest: float | None = None,
-    ) -> None:
-        """`pattern`: a regular expression with one group, around the verdict; if empty, one of
-        `choices`, {verdict: score}, is looked for as a whole word. A number from `lowest` to
+    def __init__(self, config: JudgeConfig) -> None:
+        """`config.verdict`: a regular expression with one group, around the verdict; if empty, one
+        of `choices`, {verdict: score}, is looked for as a whole word. A number from `lowest` to
         `highest` becomes a score from 0 to 1. Raises `ValueError` for a pattern that is wrong.
         """
-        self._scores = {_folded(choice): score for choice, score in choices.items()}
-        self._lowest, self._highest = lowest, highest
+        self._scores = {_folded(choice): score for choice, score in config.choices.items()}
+        self._range, pattern = (config.lowest, config.highest), config.verdict
         if not pattern:
             # The longest first: a text that says "sure not" does not say "sure".
             words = sorted(self._scores, key=len, reverse=True)
@@ -187,7 +177,7 @@ class VerdictReader:
             line = " ".join(text.split())
             end = line if len(line) <= 200 else f"...{line[-197:]}"
             raise BadScore("error", f"the judge wrote no verdict: {end!r}")
-        word = verdicts[-1]
+        word, (lowest, highest) = verdicts[-1], self._range
         shown = f"the judge's verdict is {shortened(repr(word))}"
         if self._scores:
             if (score := self._scores.get(_folded(word))) is None:
@@ -199,15 +189,12 @@ class VerdictReader:
             number = math.nan
         if not math.isfinite(number):
             raise BadScore("error", f"{shown}, no finite number")
-        if self._lowest is None or self._highest is None:
+        if lowest is None or highest is None:
             return number
-        if not self._lowest <= number <= self._highest:
-            raise BadScore(
-                "error",
-                f"the judge's verdict is {number:g}, not from judge.lowest {self._lowest:g} to"
-                f" judge.highest {self._highest:g}",
-            )
-        return (number - self._lowest) / (self._highest - self._lowest)
+        if not lowest <= number <= highest:
+            allowed = f"from judge.lowest {lowest:g} to judge.highest {highest:g}"
+            raise BadScore("error", f"the judge's verdict is {number:g}, not {allowed}")
+        return (number - lowest) / (highest - lowest)
 
 
 @dataclass(frozen=True)
@@ -255,11 +242,11 @@ async def judge_response(
     for choice in (await ask("/v1/completions", request))["choices"]:
         try:
             if config.require_stop and choice["finish_reason"] != "stop":
+                limit = f"judge.max_new_tokens {config.max_new_tokens}"
                 raise BadScore(
                     "error",
-                    "the judge's text was cut off at judge.max_new_tokens"
-                    f" {config.max_new_tokens}; raise it, or set judge.require_stop to false if"
-                    " the verdict comes first",
+                    f"the judge's text was cut off at {limit}; raise it, or set judge.require_stop"
+                    " to false if the verdict comes first",
                 )
             scores.append(judge.reader.read(choice["text"]))
         except BadScore as problem:

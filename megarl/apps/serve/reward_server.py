@@ -92,16 +92,13 @@ class RewardServer:
         carry it.
         """
         app: ASGIApp = self._app
-        if not self._may_pass(scope):
-            app = JSONResponse({"error": "unauthorized"}, 401, {"WWW-Authenticate": "Bearer"})
+        is_health = scope["path"] == HEALTH and scope["method"] == "GET"
+        if self._expected is not None and not is_health:
+            values = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
+            # Digests have one length, so that not even that of the token can be timed.
+            if not hmac.compare_digest(_digest(b"\n".join(values)), self._expected):
+                app = JSONResponse({"error": "unauthorized"}, 401, {"WWW-Authenticate": "Bearer"})
         await app(scope, receive, send)
-
-    def _may_pass(self, scope: Scope) -> bool:
-        if self._expected is None or (scope["path"] == HEALTH and scope["method"] == "GET"):
-            return True
-        tokens = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
-        # Digests have one length, so that not even that of the token can be timed.
-        return hmac.compare_digest(_digest(tokens[0] if len(tokens) == 1 else b""), self._expected)
 
     async def _health(self, request: Request) -> Response:
         return JSONResponse({"status": "stopping" if self.lost else "ok"})
@@ -123,13 +120,11 @@ class RewardServer:
     async def _answer(self, request: Request) -> Response:
         samples, most = await self._read(request), self._settings.queue_samples
         if len(samples) > most:  # however long the client waits
-            raise HTTPException(
-                413, f"the request has {len(samples)} samples, and at most {most} may wait"
-            )
+            refusal = f"the request has {len(samples)} samples, and at most {most} may wait"
+            raise HTTPException(413, refusal)
         if self._waiting + len(samples) > most:
-            raise HTTPException(
-                429, f"{self._waiting} samples wait, at most {most} may", headers=AGAIN
-            )
+            refusal = f"{self._waiting} samples wait, at most {most} may"
+            raise HTTPException(429, refusal, headers=AGAIN)
         self._sizes.observe(len(samples))
         tasks = [asyncio.create_task(self._outcome(*sample)) for sample in samples]
         gone = asyncio.create_task(_gone(request))
@@ -148,12 +143,7 @@ class RewardServer:
             scored.cancel()
             gone.cancel()
         for outcome in outcomes:
-            label = (
-                "unfinished"
-                if outcome is None
-                else outcome.failure or ("abstained" if outcome.abstained else "scored")
-            )
-            self._samples.labels(label).inc()
+            self._samples.labels(_label(outcome)).inc()
         return Response(answer_body(outcomes), media_type="application/json")
 
     async def _read(self, request: Request) -> list[Sample]:
@@ -161,10 +151,8 @@ class RewardServer:
         another format.
         """
         limit_s, most = self._settings.read_limit_s, self._settings.max_request_mib * 2**20
-        body, too_large = (
-            bytearray(),
-            HTTPException(413, f"the request has more than {most:,} bytes"),
-        )
+        body = bytearray()
+        too_large = HTTPException(413, f"the request has more than {most:,} bytes")
         if int(request.headers.get("content-length", "0")) > most:
             raise too_large
         try:
@@ -201,6 +189,13 @@ class RewardServer:
             return Outcome(failure="error", detail=f"{type(error).__name__}: {error}")
         finally:
             self._free.release()
+
+
+def _label(outcome: Outcome | None) -> str:
+    """What became of a sample, for the counter."""
+    if outcome is None:
+        return "unfinished"
+    return outcome.failure or ("abstained" if outcome.abstained else "scored")
 
 
 def _within_s(request: Request) -> float | None:

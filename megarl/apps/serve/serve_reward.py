@@ -1,7 +1,7 @@
 """`megarl serve-reward`: verifiers, reward functions, a reward model or a judge as an HTTP server,
 which runs until SIGTERM, Ctrl-C or SIGHUP and then answers the requests that are under way.
 
-    requests --RewardServer--> queue --Backend--> verifiers, or a model in vLLM (`vllm_server`)
+    requests --RewardServer--> queue --Backend--> verifiers, or a model in vLLM (`served_models`)
 """
 
 from __future__ import annotations
@@ -74,15 +74,13 @@ def check_serve_reward(config: ServeRewardConfig, ranks: int | None = None) -> S
     reward_model, judge = config.reward_model.model.path, config.judge.model.path
     if reward_model or judge:
         # Torch and transformers, which a server of verifiers does without.
-        from megarl.apps.serve import served_models, vllm_server
+        from megarl.apps.serve import served_models as served
 
         if reward_model:
-            model = served_models.check_served_reward_model(config.reward_model)
-            start = functools.partial(vllm_server.model_backend, model)
+            model = served.check_served_reward_model(config.reward_model)
+            start = functools.partial(served.model_backend, model)
             return ServeInputs(f"reward model {reward_model}", token, start)
-        start = functools.partial(
-            vllm_server.judge_backend, served_models.check_judge(config.judge)
-        )
+        start = functools.partial(served.judge_backend, served.check_judge(config.judge))
         return ServeInputs(f"judge {judge}", token, start)
     check_verifier(config.environment)
     start = functools.partial(verifier_backend, config.environment)

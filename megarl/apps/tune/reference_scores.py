@@ -5,29 +5,28 @@ a file.
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 import xxhash
 
-from megarl.apps.tune.pairs import sums_of_responses, take_all_pairs
+from megarl.apps.tune.pairs import pair_batch, sums_of_responses
+from megarl.apps.tune.supervised import all_batches
 from megarl.checkpoints.adapter_files import adapter_digest
 from megarl.data.preferences import PreferenceList
 from megarl.parallel.collectives import all_reduce, broadcast_object
 from megarl.settings.config import PreferenceConfig
 from megarl.settings.schema import replace
-from megarl.settings.training import LoraConfig, ModelConfig
+from megarl.settings.training import LoraConfig
 from megarl.system import console
 from megarl.system.files import new_file
 from megarl.trainer.context import DataRows, RunContext
 from megarl.trainer.model_config import load_model_config
 from megarl.trainer.role import Role
 from megarl.trainer.role_placement import reference_adapter
-from megarl.trainer.weights import weight_files
-
-READ_BYTES = 2**24
-"""Number of bytes of a weight file that are read at once for its digest."""
+from megarl.trainer.weights import base_digest
 
 
 def reference_scores(context: RunContext, *rows_read: DataRows | None) -> list[np.ndarray | None]:
@@ -49,7 +48,8 @@ def reference_scores(context: RunContext, *rows_read: DataRows | None) -> list[n
     files: list[Path] = []
     found: list[np.ndarray | None] = [None] * len(data)
     if context.is_main:
-        weights = weights_digest(model, config.seed)
+        weights = str(config.seed) if model.from_scratch else base_digest(model.path)
+        weights += load_model_config(model).to_json_string(use_diff=False)
         if adapter:
             weights += f" {adapter_digest(adapter)} {training.lora.alpha}"
         for number, rows in enumerate(data):
@@ -84,28 +84,12 @@ def response_logprobs(role: Role, rows: PreferenceList | None, at_once: int) -> 
     order of the data set, on every rank. `rows`: N tokenised preferences, which rank 0 alone has.
     `at_once`: about how many rows are computed together. All ranks call it together.
     """
-    parts = [np.zeros((0, 2))]
-    for batch in take_all_pairs(rows, role.mesh, at_once):
+    parts, make = [np.zeros((0, 2))], partial(pair_batch, reference=None)
+    for batch in all_batches(rows, PreferenceList.row, at_once, role.mesh, make):
         found = sums_of_responses(role, batch.samples, together=2)
         # Each data rank has its own samples, and each sequence rank its part of their sums.
         parts.append(all_reduce(found, role.mesh.gradient).cpu().numpy().reshape(-1, 2))
     return np.concatenate(parts)
-
-
-def weights_digest(model: ModelConfig, seed: int) -> str:
-    """xxh3-128 digest, in hexadecimal, of a model: of its configuration and of its weight files,
-    which are read whole, or of `seed` if its weights are random.
-    """
-    hasher = xxhash.xxh3_128(load_model_config(model).to_json_string(use_diff=False).encode())
-    if model.from_scratch:
-        hasher.update(str(seed).encode())
-        return hasher.hexdigest()
-    for path in weight_files(model.path):
-        hasher.update(path.name.encode())
-        with path.open("rb") as file:
-            while part := file.read(READ_BYTES):
-                hasher.update(part)
-    return hasher.hexdigest()
 
 
 def digest_of(*parts: str) -> str:

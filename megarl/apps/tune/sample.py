@@ -15,27 +15,40 @@ import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
 import megarl
-from megarl.apps.tune.sampling_checks import SampleInputs
-from megarl.apps.tune.text_scores import Text, score_texts
+from megarl.apps.tune.pairs import sums_of_responses
+from megarl.data.chat_template import end_of_turn
+from megarl.data.tokenizer import load_tokenizer
+from megarl.data.tokens import scored_tokens
+from megarl.errors import UserError
 from megarl.observe.sinks import finite
+from megarl.parallel import mesh as mesh_module
+from megarl.parallel.layout import Layout
+from megarl.parallel.mesh import ProcessMesh
 from megarl.rollout.client import RolloutClient
 from megarl.run.evaluate import add_records, answering, generate, make_folder
 from megarl.settings.config import RunConfig, silence_s
+from megarl.settings.training import ModelConfig, TrainingConfig
 from megarl.system import console
 from megarl.system.files import new_file
+from megarl.trainer.context import RunInputs
+from megarl.trainer.role import Role
+from megarl.types import Samples
 
 Record = dict[str, Any]
 """One scored response, a dict with `prompt`, `response`, `answer` (the reference answer), `reward`,
 `correct`, `tokens`, `finish` ("stop", or how it was cut off) and more."""
 AT_ONCE = 256
 """Number of prompts whose responses are asked for together."""
+PACKED = 1024
+"""Number of texts that a reward model is given together."""
 
 
-def main(config: RunConfig, inputs: SampleInputs) -> int:
+def main(config: RunConfig, inputs: RunInputs) -> int:
     """Run `megarl sample`: sample responses, score them, and write those that `config.sample.keep`
     selects as a data set, `data.jsonl` (one JSON object a line), into a new numbered folder below
     `config.folder`/sample; prints a summary as one JSON object. Starts and ends the inference
@@ -60,7 +73,7 @@ def main(config: RunConfig, inputs: SampleInputs) -> int:
         "megarl": megarl.__version__,
         **found,
         "recipe": config.model_dump(),
-        "prompts": inputs.run.data,
+        "prompts": inputs.data,
         "sha256": hashlib.sha256(data.read_bytes()).hexdigest(),
     }
     write(folder / "provenance.json", json.dumps(provenance, indent=1) + "\n")
@@ -69,18 +82,18 @@ def main(config: RunConfig, inputs: SampleInputs) -> int:
     return 0
 
 
-def sample_groups(config: RunConfig, inputs: SampleInputs, to: IO[str]) -> list[list[Record]]:
+def sample_groups(config: RunConfig, inputs: RunInputs, to: IO[str]) -> list[list[Record]]:
     """Generate `config.sample.samples` responses to each prompt of `inputs`, scored by the
     environment, and return them as [prompt][sample], each a dict with `prompt`, `response` (text),
     `reward`, `correct`, `finish` ("stop", or how it was cut off) and so on. Each is also written to
     the open file `to`, as a line of JSON, as it comes. Starts and ends the inference engines.
     """
-    run, count = inputs.run, config.sample.samples
-    assert run.prompts is not None
-    prompts = list(run.prompts)
+    count = config.sample.samples
+    assert inputs.prompts is not None
+    prompts = list(inputs.prompts)
     names = [f"sample/{number}" for number in range(count)]
     groups: list[list[Record]] = []
-    with answering(config, run, prompts[0]):
+    with answering(config, inputs, prompts[0]):
         for first in range(0, len(prompts), AT_ONCE):
             asked = prompts[first : first + AT_ONCE]
             client = RolloutClient(0, silence_s=silence_s(config))
@@ -101,14 +114,63 @@ def add_scores(config: RunConfig, groups: Sequence[Sequence[Record]]) -> None:
     `UserError` for a score that is not finite.
     """
     records = [record for group in groups for record in group]
-    texts = [
-        Text(record["prompt"], record["response"], ends=record["finish"] == "stop")
-        for record in records
-    ]
+    template, name = config.prompts.template, config.model.tokenizer or config.model.path
+    tokenizer = load_tokenizer(name, trust_remote_code=config.model.trust_remote_code)
+    # Tokenised apart, as `task: reward_model` does it with its data; a cut response has no end.
+    texts = scored_tokens(
+        tokenizer,
+        [record["prompt"] for record in records],
+        [record["response"] for record in records],
+        template,
+        end_of_turn(tokenizer, template, is_last=True),
+    )
+    for ids, record in zip(texts, records, strict=True):
+        del ids[len(ids) - (record["finish"] != "stop") :]
+    same = {"zero_stage", "precision", "micro_batch_tokens", "collective_timeout_s"}
+    training = TrainingConfig(**config.training.model_dump(include=same))
     for name, model in config.reward_models.items():
-        for record, score in zip(records, score_texts(config, model.model, texts), strict=True):
+        scores = token_scores(model.model, training, texts, seed=config.seed)
+        if not all(map(math.isfinite, scores)):
+            raise UserError(
+                f"the reward model {model.model.path} scores a response with a number that is not"
+                " finite; set another model"
+            )
+        for record, score in zip(records, scores, strict=True):
             record["reward"] += model.weight * score
             record.setdefault("scores", {})[name] = score
+
+
+def token_scores(
+    model: ModelConfig, training: TrainingConfig, texts: Sequence[list[int]], *, seed: int = 0
+) -> list[float]:
+    """The score of each text, given as token ids of prompt and response, in their order (higher is
+    better; may be NaN or infinite). Loads the reward model, scores and releases it. Of `training`,
+    the precision, `micro_batch_tokens`, ZeRO stage and time limits are used. `seed`: for weights
+    that are random.
+    """
+    device = mesh_module.initialise(timeout_s=training.collective_timeout_s)
+    with ExitStack() as stack:
+        stack.callback(mesh_module.finalise)
+        mesh = stack.enter_context(ProcessMesh(Layout(1, 1, 1)))
+        role = Role(
+            "reward model",
+            model=model,
+            training=training,
+            mesh=mesh,
+            device=device,
+            seed=seed,
+            head="scalar",
+        )
+        stack.callback(role.destroy)
+        scores: list[float] = []
+        for first in range(0, len(texts), PACKED):
+            # The score is at the last token alone, so that texts share all before where they agree.
+            samples = [
+                Samples.one(number, ids, mask=[False] * (len(ids) - 1) + [True])
+                for number, ids in enumerate(texts[first : first + PACKED])
+            ]
+            scores += sums_of_responses(role, Samples.concatenate(samples)).tolist()
+    return scores
 
 
 def good(group: Sequence[Record], least: float) -> list[Record]:

@@ -13,8 +13,14 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from megarl.apps.tune.supervised import StepLoss, Task, chunks, run_supervised, supervised_step
-from megarl.parallel.collectives import broadcast_object
+from megarl.apps.tune.supervised import (
+    StepLoss,
+    Task,
+    all_batches,
+    run_supervised,
+    supervised_step,
+)
+from megarl.data.demonstrations import DemonstrationList
 from megarl.settings.config import SftConfig
 from megarl.trainer.context import RunContext, RunInputs
 from megarl.trainer.finite import StepGuard
@@ -43,14 +49,11 @@ class SftTask(Task):
         config, rows = cast("SftConfig", context.config), inputs.held_out_rows
         role = context.role("policy", config.model, optimizer_steps=config.steps)
         super().__init__(role, inputs.rows, config.training.max_skipped_steps)
-        self._held_out = list[Samples]()
+        self._held_out = all_batches(
+            rows, DemonstrationList.at, config.samples_per_step, context.mesh, self.batch
+        )
         """The held-out rows in batches of about a step's size, since the micro-batches of a whole
         batch are on the device at once."""
-        number = broadcast_object(len(rows) if rows is not None else 0, context.mesh.world)
-        for first, count in chunks(number, config.samples_per_step):
-            part = range(first, first + count)
-            one = self.batch([rows.at(n) for n in part]) if rows is not None else None
-            self._held_out.append(broadcast_object(one, context.mesh.world))
 
     def batch(self, rows: Sequence[Any]) -> Samples:
         """On rank 0: a batch with one token sequence for each of `rows`, tokenised demonstrations;

@@ -8,14 +8,13 @@ A task says what is trained and on what, and makes a `StepLoss` of each batch. T
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,6 +22,7 @@ from megarl.errors import UserError
 from megarl.observe.live_report import LiveReport
 from megarl.observe.summary import read_run
 from megarl.parallel.collectives import broadcast_object
+from megarl.parallel.mesh import ProcessMesh
 from megarl.run.schedule import due, save_due
 from megarl.settings.config import SupervisedConfig
 from megarl.system import console
@@ -34,6 +34,8 @@ from megarl.trainer.prefixes import balance_of
 from megarl.trainer.role import Role
 from megarl.trainer.step import StepMetrics, computed_tokens, optimizer_step, scale_metrics
 from megarl.types import MicroBatch, Samples, StepReport
+
+Batch = TypeVar("Batch")
 
 
 class StepLoss(ABC):
@@ -285,10 +287,26 @@ def train_task(context: RunContext, make: MakeTask) -> None:
         checkpoints.finish()
 
 
+def all_batches(
+    rows: Any, pick: Callable[..., Any], size: int, mesh: ProcessMesh, make: Callable[..., Batch]
+) -> list[Batch]:
+    """All of rank 0's data set `rows` (None: no rows) as batches of at least `size` rows, fewer
+    only if there are fewer, on every rank. `pick`: its method that gives a row; `make`: batch of a
+    list of rows, called on rank 0 alone. All ranks call it together.
+    """
+    num_rows, batches = 0 if rows is None else len(rows), list[Batch]()
+    for first, last in broadcast_object(chunks(num_rows, size), mesh.world):
+        own = make([pick(rows, number) for number in range(first, last)]) if num_rows else None
+        batches.append(broadcast_object(own, mesh.world))
+    return batches
+
+
 def chunks(num_rows: int, at_least: int) -> list[tuple[int, int]]:
     """Divide `num_rows` rows into chunks of about equal size, each of `at_least` rows or more:
-    [(first row, number of rows), ...]. One chunk if there are fewer rows; an empty list for none.
+    [(first row, first row of the next chunk), ...]. One chunk if there are fewer rows; an empty
+    list for none.
     """
     count = max(1, num_rows // at_least) if num_rows else 0
-    bounds = [num_rows * number // max(1, count) for number in range(count + 1)]
-    return [(first, last - first) for first, last in itertools.pairwise(bounds)]
+    return [
+        (num_rows * number // count, num_rows * (number + 1) // count) for number in range(count)
+    ]

@@ -1,13 +1,13 @@
-"""Checks of a recipe that trains on a fixed data set, before anything heavy starts: `task: sft`,
-`task: preference` and `task: reward_model`.
+"""Checks before anything heavy starts: of a recipe that trains on a fixed data set (`task: sft`,
+`preference` and `reward_model`), and of `megarl sample`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
-from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedTokenizerBase
+from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from megarl.checks.folder_checks import (
     check_folder,
@@ -15,7 +15,7 @@ from megarl.checks.folder_checks import (
     check_time_to_save,
     check_writable,
 )
-from megarl.checks.layout_checks import check_cut, check_layout
+from megarl.checks.layout_checks import check_cut, check_layout, check_positions, check_role
 from megarl.checks.model_checks import (
     check_adapters,
     check_export,
@@ -23,28 +23,28 @@ from megarl.checks.model_checks import (
     stop_tokens,
     unused_weights,
 )
-from megarl.checks.preflight import find_checkpoint, ranks_to_check, warn
+from megarl.checks.preflight import check_run, find_checkpoint, ranks_to_check, warn
 from megarl.data.chat_template import ends_of_turns
 from megarl.data.demonstrations import load_demonstrations
 from megarl.data.preferences import load_preferences
 from megarl.data.tokenizer import pad_apart
 from megarl.parallel import launcher
+from megarl.parallel.layout import Layout
 from megarl.settings.config import (
     PreferenceConfig,
     RewardModelConfig,
+    RunConfig,
     SftConfig,
     SupervisedConfig,
     with_steps,
 )
-from megarl.settings.schema import require
+from megarl.settings.schema import replace, require
+from megarl.settings.training import LayoutConfig
 from megarl.trainer.context import DataRows, RunInputs
 from megarl.trainer.heads import HeadName
 from megarl.trainer.loading import check_weights
 from megarl.trainer.model_config import load_model_config
-
-Load = Callable[..., DataRows]
-"""Function that reads the data which a section of the recipe describes: (section's settings,
-tokenizer, seed=, setting=name of the section) to the rows."""
+from megarl.trainer.role_placement import RolePlace
 
 
 def check_sft(config: SftConfig, ranks: int | None = None) -> RunInputs:
@@ -53,7 +53,7 @@ def check_sft(config: SftConfig, ranks: int | None = None) -> RunInputs:
     it. Returns what was loaded for the run: model configuration, tokenizer and, on rank 0, the
     tokenised demonstrations. Raises `ValueError` if a check fails.
     """
-    return check_supervised(config, "demonstrations", load_demonstrations, ranks)
+    return check_supervised(config, ranks)
 
 
 def check_preference(config: PreferenceConfig, ranks: int | None = None) -> RunInputs:
@@ -62,12 +62,7 @@ def check_preference(config: PreferenceConfig, ranks: int | None = None) -> RunI
     environment variables have it. Returns what was loaded for the run: model configuration,
     tokenizer and, on rank 0, the tokenised preferences. Raises `ValueError` if a check fails.
     """
-    single = config.loss.method == "kto"
-
-    def load(section: Any, tokenizer: PreTrainedTokenizerBase, **options: Any) -> DataRows:
-        return load_preferences(section, tokenizer, single=single, **options)
-
-    found = check_supervised(config, "preferences", load, ranks)
+    found = check_supervised(config, ranks)
     reference = config.reference.model
     if reference.path:
         require(
@@ -96,7 +91,7 @@ def check_reward_model(config: RewardModelConfig, ranks: int | None = None) -> R
     rank 0, the tokenised pairs. Sets a padding token that ends no text, since a classifier's score
     is read at the last token that is no padding. Raises `ValueError` if a check fails.
     """
-    found = check_supervised(config, "preferences", load_preferences, ranks, head="scalar")
+    found = check_supervised(config, ranks)
     require(
         type(found.hf) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
         f"model type {found.hf.model_type} of model.path {config.model.path!r} has no sequence"
@@ -107,21 +102,17 @@ def check_reward_model(config: RewardModelConfig, ranks: int | None = None) -> R
     return found
 
 
-def check_supervised(
-    config: SupervisedConfig,
-    section: str,
-    load: Load,
-    ranks: int | None,
-    head: HeadName = "logprobs",
-) -> RunInputs:
-    """Run the checks that all runs on a fixed data set share; rank 0 reads the data. `section`:
-    name of the section that describes the data, both in the recipe and in its `evaluation`
-    (held-out data). `load`: reads a data set, as load(section's settings, tokenizer, seed=,
-    setting=name of the section), and returns the tokenised rows. `ranks`: number of ranks to check
-    for, None for the launcher's. `head`: the output of the trained model, "logprobs" or "scalar".
-    Returns tokenizer, model configuration, and on rank 0 the rows. Raises `ValueError` if a check
-    fails.
+def check_supervised(config: SupervisedConfig, ranks: int | None) -> RunInputs:
+    """Run the checks that all runs on a fixed data set share; rank 0 reads the data. `ranks`:
+    number of ranks to check for, None for the launcher's. Returns tokenizer, model configuration,
+    and on rank 0 the rows. Raises `ValueError` if a check fails.
     """
+    head: HeadName = "scalar" if isinstance(config, RewardModelConfig) else "logprobs"
+    section, load = "preferences", cast("Any", load_preferences)
+    if isinstance(config, SftConfig):
+        section, load = "demonstrations", load_demonstrations
+    elif isinstance(config, PreferenceConfig):
+        load = partial(load_preferences, single=config.loss.method == "kto")
     layout = check_layout(config.training, ranks_to_check(ranks))
     require(
         config.samples_per_step >= layout.data,
@@ -138,29 +129,31 @@ def check_supervised(
     warn(check_adapters(config.training.lora, config.model, head))
     rows = held_out = None
     if launcher.rank() == 0:  # rank 0 reads for all, and sends every step's rows to the others
-        rows = load(getattr(config, section), tokenizer, seed=config.seed, setting=section)
-        evaluated = getattr(config.evaluation, section)
-        if evaluated.source:
-            named = f"evaluation.{section}"
-            held_out = load(evaluated, tokenizer, seed=config.seed, setting=named)
-            require(
-                len(held_out) >= layout.data,
-                f"{named} has {len(held_out)} rows for {layout.data} data ranks; set a longer"
-                " source",
-            )
-            warn(held_out.warning)
-        warn(rows.warning)
         limit = getattr(hf.get_text_config(), "max_position_embeddings", None)
-        for named, one in ((section, rows), (f"evaluation.{section}", held_out)):
+
+        def read(source: Any, setting: str) -> DataRows:
+            found = load(source, tokenizer, seed=config.seed, setting=setting)
+            warn(found.warning)
             require(
-                limit is None or one is None or one.longest <= limit,
-                f"{named} has a row of {one.longest if one else 0} tokens, but the model's"
-                f" max_position_embeddings is {limit}; set {named}.max_tokens to that and drop"
+                limit is None or found.longest <= limit,
+                f"{setting} has a row of {found.longest} tokens, but the model's"
+                f" max_position_embeddings is {limit}; set {setting}.max_tokens to that and drop"
                 " longer rows",
             )
+            return found
+
+        rows = read(getattr(config, section), section)
+        evaluated = getattr(config.evaluation, section)
+        if evaluated.source:
+            held_out = read(evaluated, f"evaluation.{section}")
+            require(
+                len(held_out) >= layout.data,
+                f"evaluation.{section} has {len(held_out)} rows for {layout.data} data ranks; set a"
+                " longer source",
+            )
     with_steps(config, len(rows or ()))
-    data, read = rows.fingerprint if rows is not None else "", getattr(config, section)
-    ends = ends_of_turns(tokenizer, read.template, read.template_variables)
+    data, source = rows.fingerprint if rows is not None else "", getattr(config, section)
+    ends = ends_of_turns(tokenizer, source.template, source.template_variables)
     return RunInputs(
         layout,
         tokenizer,
@@ -171,3 +164,38 @@ def check_supervised(
         held_out_rows=held_out,
         resume_from=find_checkpoint(config, layout, data, head=head),
     )
+
+
+def check_sample(config: RunConfig, ranks: int | None = None) -> RunInputs:
+    """Run all checks of `megarl sample` before anything heavy starts: settings, model, data and
+    reward models. `ranks`: number of processes, which must be 1; None for that of the launcher's
+    environment variables. Returns the prompts, tokenizer and model configuration that were loaded.
+    Raises `ValueError` if a check fails.
+    """
+    size = ranks_to_check(ranks)
+    require(size == 1, f"megarl sample runs as one process, but was started as {size} ranks")
+    require(
+        config.rollout.temperature > 0 or config.sample.samples == 1,
+        f"sample.samples is {config.sample.samples}, but rollout.temperature is 0, at which all"
+        " responses are the same; raise it",
+    )
+    require(
+        config.sample.samples > 1 or config.sample.keep != "pairs",
+        "sample.keep is 'pairs', but sample.samples is 1; raise it",
+    )
+    require(
+        not config.environment.has_sessions,
+        "environment.session, tools or agent is set, but the turns of an environment are no"
+        " response to learn from; set environment.verifier instead",
+    )
+    inputs = check_run(config, num_ranks=1, new=False)
+    alone = RolePlace((0,), Layout(1, 1, 1))
+    for name, model in config.reward_models.items():
+        # Of one process: a recipe of `task: rl` may place them elsewhere.
+        here = {**config.reward_models, name: replace(model, ranks=(), layout=LayoutConfig())}
+        own = replace(config, reward_models=here)
+        check_role(f"reward_models.{name}", own, inputs.hf, alone, 1)
+    if inputs.prompts is not None:
+        names = [f"reward_models.{name}" for name in config.reward_models]
+        check_positions(config, inputs.hf, names, inputs.prompts.longest)
+    return inputs
