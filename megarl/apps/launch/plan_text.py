@@ -15,6 +15,7 @@ import huggingface_hub
 import yaml
 
 from megarl.apps.launch.launch_plan import Gpu, Gpus, LaunchPlan
+from megarl.parallel.layout import Layout
 from megarl.settings.config import RewardModelConfig, RunConfig
 from megarl.settings.schema import replace
 from megarl.settings.training import CriticConfig, ModelConfig, RewardModelRoleConfig, TeacherConfig
@@ -69,7 +70,7 @@ def placement(plan: LaunchPlan, gpus: Gpus) -> dict[str, Any]:
     at = {name: [gpus.ranks[rank] for rank in role.ranks] for name, role in plan.roles.items()}
     if isinstance(config, RunConfig):
         row: Row = {"model": config.model.path, "layout": f"tensor {plan.tensor}"}
-        parameters = known_parameters(config.model, plan.roles["policy"].layout.tensor)
+        parameters = known_parameters(config.model, plan.roles["policy"].layout)
         memory: Any = parameters
         if not isinstance(parameters, str):
             size = engine_memory(parameters, plan.tensor, config.rollout.engine.dtype)
@@ -95,7 +96,7 @@ def role_row(name: str, plan: LaunchPlan, gpus: Gpus) -> Row:
         role, training = config.other_roles[name], role_training(config, name)
     model = role.model if role is not None and role.model.path else config.model
     row: Row = {"model": model.path}
-    parameters = known_parameters(model, layout.tensor)
+    parameters = known_parameters(model, layout)
     memory: Any = parameters
     if name == "reference" and isinstance(config, RunConfig) and policy_as_reference(config):
         row["model"] = "the policy without its adapters, or with their first values"
@@ -119,8 +120,8 @@ def role_row(name: str, plan: LaunchPlan, gpus: Gpus) -> Row:
     }
 
 
-def known_parameters(model: ModelConfig, tensor: int) -> list[SizedParameter] | str:
-    """The parameters, as `tensor` tensor-parallel ranks split them, of a model whose config.json is
+def known_parameters(model: ModelConfig, layout: Layout) -> list[SizedParameter] | str:
+    """The parameters, as the ranks of `layout` split them, of a model whose config.json is
     in its folder or in the cache of the Hugging Face hub; else why they are not known.
     """
     path = model.path
@@ -128,7 +129,7 @@ def known_parameters(model: ModelConfig, tensor: int) -> list[SizedParameter] | 
         if not (Path(path) / "config.json").is_file():
             file = huggingface_hub.hf_hub_download(path, "config.json", local_files_only=True)
             path = str(Path(file).parent)
-        return sized_parameters(replace(model, path=path), tensor)
+        return sized_parameters(replace(model, path=path), layout.tensor, layout.expert)
     except OSError:
         return f"? the config.json of {path} is not on this machine"
     except ValueError as error:
