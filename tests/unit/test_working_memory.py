@@ -40,8 +40,8 @@ def test_what_a_colocated_policy_keeps_on_a_gpu(
     by_hand = 2 * 14_770_033_664 / 8 + 2 * (1e9 + 152_064 * 5_120) + 2 * 2**26 + 2**28 + 2**31
     shown = " ".join(capsys.readouterr().out.split())
     most = 1 - by_hand / 80e9
-    assert f"keeps {by_hand / 2**30:.1f} GiB a GPU; rollout.engine.gpu_memory" in shown
-    assert "gpu_memory_utilization is at most 0.87 of a GPU of 80 GB" in shown
+    assert f"beside engines: {round(by_hand / 2**30, 2)}" in shown
+    assert "gpu_memory_utilization: at most 0.87 of 80 GB" in shown
     parameters = memory.sized_parameters(ModelConfig(path=str(tmp_path)), 1)
     layout = Layout(8, 1, 1)
 
