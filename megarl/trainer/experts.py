@@ -20,7 +20,14 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from megarl.kernels.experts import expert_linear
+from megarl.kernels.experts import (
+    Backend,
+    ExpertRows,
+    expert_mlp,
+    fitting_backend,
+    take_rows,
+    weighted_sum,
+)
 from megarl.kernels.linear import accumulator
 from megarl.parallel.collectives import sum_gradient, sum_values
 from megarl.parallel.experts import TokenRoute
@@ -120,6 +127,8 @@ class ExpertRanks:
     expert: Axis
     experts: Axis
     tensor: Axis
+    backend: Backend | None = None
+    """None: the one that fits device and dtype."""
 
 
 def _experts(
@@ -133,19 +142,20 @@ def _experts(
     ranks: ExpertRanks = layer.ranks
     hidden, weights = sum_gradient(hidden, ranks.tensor), sum_gradient(weights, ranks.tensor)
     route = TokenRoute.of(index, ranks.num_experts, ranks.expert, ranks.experts)
-    rows = route.send(hidden)
-    rows = layer._apply_gate(_linear(layer, "gate_up_proj", rows, route.counts))
-    rows = _linear(layer, "down_proj", rows, route.counts)
-    parts = route.back(rows, len(hidden))
-    out = (parts * weights[..., None]).sum(1).to(hidden.dtype)
+    rows = route.send(take_rows(hidden, route.order, route.tokens))
+    backend = ranks.backend or fitting_backend(rows.device, rows.dtype)
+    work = ExpertRows(route.counts, layer._apply_gate, backend)
+    rows = expert_mlp(rows, _weight(layer, "gate_up_proj"), _weight(layer, "down_proj"), work)
+    out = weighted_sum(route.back(rows), route.order, weights).to(hidden.dtype)
     return sum_values(out, ranks.tensor)
 
 
-def _linear(layer: Any, name: str, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+def _weight(layer: Any, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(weight [E, N, K], bias [E, N] or None)"""
     weight = getattr(layer, name)
     if layer.is_transposed:
         weight = weight.transpose(-2, -1)
-    return expert_linear(rows, weight, counts, getattr(layer, f"{name}_bias", None))
+    return weight, getattr(layer, f"{name}_bias", None)
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)
