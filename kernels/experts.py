@@ -1,4 +1,4 @@
-"""The MLPs of a layer's experts, on rows that are sorted by expert, with one weight for each expert.
+"""MLPs of a layer's experts, on rows that are sorted by expert, with one weight for each expert.
 
     rows [S, H]  --gate_up [E, 2 I, H]-->  [S, 2 I]  --gate-->  [S, I]  --down [E, H, I]-->  [S, H]
 
@@ -22,6 +22,10 @@ import torch.nn.functional as F
 from megarl.kernels.linear import accumulator, gradient_product, product
 
 Backend = Literal["loop", "grouped", "triton"]
+
+
+CHUNKS = {"cpu": 1024, "cuda": 16384}
+"""{device type: rows at a time of sums that need copies}; those of a CPU stay in its cache."""
 
 
 class Products(NamedTuple):
@@ -73,13 +77,17 @@ def fitting_backend(device: torch.device, dtype: torch.dtype) -> Backend:
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """How the rows of a layer are computed."""
+    """Which rows of which experts are computed, and how."""
 
     counts: Sequence[int]
     """Rows of each expert."""
     gate: Callable[[torch.Tensor], torch.Tensor]
     """[S, 2 I] -> [S, I], each row for itself; without parameters."""
     backend: Backend
+    tokens: torch.Tensor | None = None
+    """[S] the token of each row, if x has tokens; None: x has the rows."""
+    order: torch.Tensor | None = None
+    """[T, K] with `tokens`: the rows of each token; S for none."""
 
     def parts(self) -> Iterator[tuple[slice, slice, Sequence[int]]]:
         """(experts, their rows, rows by expert) of what is computed at once."""
@@ -92,6 +100,21 @@ class ExpertRows:
                 yield slice(expert, expert + 1), slice(first, first + count), [count]
             first += count
 
+    def room(self, like: torch.Tensor, *shape: int) -> torch.Tensor | None:
+        """For what parts write; None where there is one."""
+        return like.new_empty(shape) if self.backend == "loop" else None
+
+    def take(self, x: torch.Tensor, rows: slice) -> torch.Tensor:
+        return x[rows] if self.tokens is None else x[self.tokens[rows]]
+
+
+def _put(out: torch.Tensor | None, at: slice, values: torch.Tensor) -> torch.Tensor:
+    """`out` with `values`, or without a copy the values where they are all and there is no out."""
+    if out is None:
+        return values
+    out[at] = values
+    return out
+
 
 def _add_bias(rows: torch.Tensor, bias: torch.Tensor | None, counts: Sequence[int]) -> torch.Tensor:
     if bias is not None:
@@ -103,48 +126,56 @@ def _add_bias(rows: torch.Tensor, bias: torch.Tensor | None, counts: Sequence[in
 class _ExpertMlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x, gate_up, gate_up_bias, down, down_bias, work: ExpertRows):
-        times = products(work.backend).rows
-        gates = x.new_empty(len(x), gate_up.shape[1])
-        out = x.new_empty(len(x), down.shape[1])
+        times, gates = products(work.backend).rows, []
+        out = work.room(x, sum(work.counts), down.shape[1])
         for experts, rows, counts in work.parts():
-            one, two = (b if b is None else b[experts] for b in (gate_up_bias, down_bias))
-            gates[rows] = part = _add_bias(times(x[rows], gate_up[experts], counts), one, counts)
-            out[rows] = _add_bias(times(work.gate(part), down[experts], counts), two, counts)
-        ctx.save_for_backward(x, gates, gate_up, gate_up_bias, down, down_bias)
+            biases = [b if b is None else b[experts] for b in (gate_up_bias, down_bias)]
+            part = times(work.take(x, rows), gate_up[experts], counts)
+            gates.append(_add_bias(part, biases[0], counts))
+            part = times(work.gate(part), down[experts], counts)
+            out = _put(out, rows, _add_bias(part, biases[1], counts))
+        ctx.save_for_backward(x, gate_up, gate_up_bias, down, down_bias, *gates)
         ctx.work = work
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor):
-        (grad,), work = grads, ctx.work
-        x, gates, *weights = ctx.saved_tensors
-        gate_up, _, down, _ = weights
+        (grad,), work, needed = grads, ctx.work, ctx.needs_input_grad
+        x, *weights = ctx.saved_tensors[:5]
         _, times, sums = products(work.backend)
-        grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        grad_weights = [
-            torch.zeros_like(weight) if needed else None
-            for weight, needed in zip(weights, ctx.needs_input_grad[1:5], strict=True)
+        grad_x = work.room(x, len(grad), x.shape[1])
+        found = [
+            work.room(x, *weight.shape) if wanted else None
+            for weight, wanted in zip(weights, needed[1:5], strict=True)
         ]
 
-        def add_weights(number: int, experts, counts, grad, values) -> None:
-            weight, bias = grad_weights[number : number + 2]
-            if weight is not None:
-                weight[experts] = sums(grad, values, counts)
-            if bias is not None:
-                bias[experts] = torch.stack([part.sum(0) for part in grad.split(counts)])
+        def add(number: int, experts: slice, counts: Sequence[int], grad: Any, values: Any) -> None:
+            """To the gradients of a weight and its bias."""
+            if needed[1 + number]:
+                found[number] = _put(found[number], experts, sums(grad, values, counts))
+            if needed[2 + number]:
+                bias = torch.stack([part.sum(0) for part in grad.split(counts)])
+                found[number + 1] = _put(found[number + 1], experts, bias)
 
-        for experts, rows, counts in work.parts():
-            part = gates[rows].requires_grad_()
+        for (experts, rows, counts), gate in zip(work.parts(), ctx.saved_tensors[5:], strict=True):
+            part = gate.detach().requires_grad_()
             with torch.enable_grad():
                 inner = work.gate(part)
             upper = grad[rows].contiguous()
-            add_weights(2, experts, counts, upper, inner.detach())
-            lower = times(upper, down[experts].transpose(-2, -1), counts)
+            add(2, experts, counts, upper, inner.detach())
+            lower = times(upper, weights[2][experts].transpose(-2, -1), counts)
             (lower,) = torch.autograd.grad(inner, part, lower)
-            add_weights(0, experts, counts, lower, x[rows])
-            if grad_x is not None:
-                grad_x[rows] = times(lower, gate_up[experts].transpose(-2, -1), counts)
-        return grad_x, *grad_weights, None
+            add(0, experts, counts, lower, work.take(x, rows))
+            if needed[0]:
+                lower = times(lower, weights[0][experts].transpose(-2, -1), counts)
+                grad_x = _put(grad_x, rows, lower)
+        if needed[0] and work.order is not None:
+            grad_x = _token_sums(grad_x, work.order)
+        unused = [expert for expert, count in enumerate(work.counts) if not count]
+        for weight in found:
+            if weight is not None:
+                weight[unused] = 0
+        return grad_x, *found, None
 
 
 def expert_mlp(
@@ -153,68 +184,71 @@ def expert_mlp(
     down: tuple[torch.Tensor, torch.Tensor | None],
     work: ExpertRows,
 ) -> torch.Tensor:
-    """Rows x [S, H], of which the first work.counts[0] are expert 0's, through their experts:
-    [S, H]. `gate_up` and `down`: (weight, bias or None). Differentiable.
+    """Rows x [S, H], of which the first work.counts[0] are expert 0's, or tokens x [T, H], through
+    their experts: [S, H]. `gate_up` and `down`: (weight, bias or None). Differentiable.
     """
     return _ExpertMlp.apply(x, *gate_up, *down, work)
 
 
 class _Take(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x, order, tokens):
+    def forward(ctx: Any, x, tokens, order):
         ctx.save_for_backward(order)
         return x[tokens]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor):
-        (order,) = ctx.saved_tensors
-        rows = _with_zeros(grads[0].contiguous(), order)
-        return _sums(rows, order, None).to(rows.dtype), None, None
+        return _token_sums(grads[0].contiguous(), *ctx.saved_tensors), None, None
 
 
-def take_rows(x: torch.Tensor, order: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def take_rows(x: torch.Tensor, tokens: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """x [T, H] -> x[tokens] [S, H]. `order` [T, K]: the rows of each token, S for none.
     Differentiable.
     """
-    return _Take.apply(x, order, tokens)
+    return _Take.apply(x, tokens, order)
 
 
-def _with_zeros(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """`rows` [S, H], with a row S of zeros where `order` may have it."""
-    return rows if len(rows) == order.numel() else F.pad(rows, (0, 0, 0, 1))
-
-
-def _sums(rows: torch.Tensor, order: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    """The sums [T, H] of rows[order], times `weights` [T, K]; at least float32."""
-    if rows.dtype in (torch.float32, torch.float64):  # at once, which torch has not in 16 bit
+def _token_sums(
+    rows: torch.Tensor, order: torch.Tensor, weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The sums [T, H] of each token's rows, times `weights` [T, K], in the order of K. Without
+    weights in the rows' dtype.
+    """
+    if len(rows) < order.numel():  # row S is 0
+        rows = F.pad(rows, (0, 0, 0, 1))
+    if accumulator(rows.dtype) == rows.dtype:  # in one pass, not in 16 bit
         return F.embedding_bag(order, rows, mode="sum", per_sample_weights=weights)
     out = torch.zeros(len(order), rows.shape[1], dtype=torch.float32, device=rows.device)
     for number, index in enumerate(order.T):
         addend = rows[index].float()
-        out.add_(addend if weights is None else addend * weights[:, number, None])
-    return out
+        out += addend if weights is None else addend * weights[:, number, None]
+    return out.to(rows.dtype) if weights is None else out
 
 
 class _WeightedSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows, order, weights):
-        ctx.save_for_backward(rows, order, weights)
-        return _sums(rows, order, weights)
+    def forward(ctx: Any, rows, weights, pairs, order):
+        ctx.save_for_backward(rows, weights, pairs)
+        return _token_sums(rows, order, weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor):
-        (grad,) = grads
-        rows, order, weights = ctx.saved_tensors
-        grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
-        for number, index in enumerate(order.T):
-            grad_rows[index] = (grad * weights[:, number, None]).to(rows.dtype)
-            grad_weights[:, number] = (grad * rows[index]).sum(-1)
-        return grad_rows, None, grad_weights
+        (grad,), (rows, weights, pairs) = grads, ctx.saved_tensors
+        grad_rows, grad_weights = torch.empty_like(rows), torch.zeros_like(weights)
+        size = CHUNKS[rows.device.type]
+        chunks = (x.split(size) for x in (pairs, rows, grad_rows))
+        for index, part, target in zip(*chunks, strict=True):
+            of_rows = grad[index // weights.shape[1]]
+            grad_weights.view(-1)[index] = (of_rows * part).sum(-1)
+            target.copy_(of_rows.mul_(weights.view(-1)[index, None]))
+        return grad_rows, grad_weights, None, None
 
 
-def weighted_sum(rows: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def weighted_sum(
+    rows: torch.Tensor, weights: torch.Tensor, pairs: torch.Tensor, order: torch.Tensor
+) -> torch.Tensor:
     """The sums [T, H] of each token's rows, times `weights` [T, K], in the order of K; at least
-    float32. `order` as in `take_rows`. Differentiable.
+    float32. `pairs` [S]: where in T x K each row is. `order` as in `take_rows`. Differentiable.
     """
-    rows, weights = _with_zeros(rows, order), weights.to(accumulator(rows.dtype))
-    return _WeightedSum.apply(rows, order, weights)
+    weights = weights.to(accumulator(rows.dtype)).contiguous()
+    return _WeightedSum.apply(rows, weights, pairs, order)

@@ -1,6 +1,6 @@
 """Expert parallelism: tokens travel to the ranks that have their experts, and back.
 
-    rows [S, H] of tokens for experts  --send-->  rows [R, H] sorted by this rank's experts
+    rows [S, H] of `pairs`             --send-->  rows [R, H] sorted by this rank's experts
     their outputs [R, H]               --back-->  outputs [S, H] on the ranks that sent them
 
 Counts are exact: no capacity, nothing is dropped or padded. Expert e of E is on rank e // (E / n)
@@ -44,11 +44,10 @@ def _exchange(rows: torch.Tensor, sent: list[int], received: list[int], axis: Ax
 class TokenRoute:
     """Which rows of which tokens are computed here, for one layer and micro-batch."""
 
-    tokens: torch.Tensor
-    """[S] what this rank sends, sorted by expert; S is T x K without tensor ranks."""
+    pairs: torch.Tensor
+    """[S] indices into T x K of what this rank sends, sorted by expert."""
     order: torch.Tensor
-    """[T, K] index in `tokens` of each token for each of its experts; S for those of tensor ranks.
-    """
+    """[T, K] index in `pairs` of each pair; S for those that only other tensor ranks send."""
     counts: list[int]
     """Rows of each expert of this rank, from all ranks of the axis."""
     sent: list[int]
@@ -69,10 +68,10 @@ class TokenRoute:
             pairs, counts = pairs[is_here[flat[pairs]]], counts[is_here]
         order = torch.full_like(flat, len(pairs))
         order[pairs] = torch.arange(len(pairs), device=flat.device)
-        places = (pairs // index.shape[1], order.view_as(index))
+        order = order.view_as(index)
         counts = counts.view(axis.size, -1)  # [rank, its experts]
         if axis.size == 1:
-            return TokenRoute(*places, counts[0].tolist(), [], [], None, axis)
+            return TokenRoute(pairs, order, counts[0].tolist(), [], [], None, axis)
         arriving = torch.empty_like(counts)
         with waits("all-to-all", axis):
             dist.all_to_all_single(arriving, counts, group=axis.group)
@@ -80,10 +79,20 @@ class TokenRoute:
         by_expert = numbers.repeat_interleave(arriving.view(-1)).argsort(stable=True)
         sizes = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
         own = arriving.sum(0).tolist()
-        return TokenRoute(*places, own, sizes[0], sizes[1], by_expert, axis)
+        return TokenRoute(pairs, order, own, sizes[0], sizes[1], by_expert, axis)
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """[S] the token of each of `pairs`."""
+        return self.pairs // self.order.shape[1]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether nothing is sent."""
+        return self.by_expert is None
 
     def send(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows [S, H] of `tokens` -> this rank's rows [R, H] sorted by expert; of one expert by
+        """Rows [S, H] of `pairs` -> this rank's rows [R, H] sorted by expert; of one expert by
         rank, then by token.
         """
         if self.by_expert is None:
@@ -91,7 +100,7 @@ class TokenRoute:
         return _AllToAll.apply(rows, self.sent, self.received, self.axis)[self.by_expert]
 
     def back(self, rows: torch.Tensor) -> torch.Tensor:
-        """Outputs [R, H] of `send`'s rows -> outputs [S, H] of `tokens`."""
+        """Outputs [R, H] of `send`'s rows -> outputs [S, H] of `pairs`."""
         if self.by_expert is None:
             return rows
         order = torch.empty_like(self.by_expert)

@@ -54,7 +54,7 @@ class Compiled:
 
     kernel: str
     width: int | None
-    """Head width; None for kernels over logits and of elementwise functions."""
+    """Head width; None for kernels over logits, of elementwise functions and of experts."""
     dtype: str
     target: int
     registers: int
@@ -172,6 +172,18 @@ def launch_elementwise(dtype: Any) -> None:
     rotary(x, cos, sin).sum().backward()
 
 
+def launch_experts(dtype: Any) -> None:
+    """Call both kernels of experts' products, so that Triton compiles them for `dtype`."""
+    from megarl.kernels.experts_triton import grouped_rows, grouped_weights
+
+    a, b, weight = (
+        torch.zeros(*shape, dtype=dtype) for shape in ((512, 768), (512, 1024), (4, 1024, 768))
+    )
+    counts = [512, 0, 0, 0]
+    grouped_rows(a, weight, counts)
+    grouped_weights(b, a, counts)
+
+
 def loop_spills(sass: str) -> int:
     """Loads and stores of spilled registers (LDL, STL) in the innermost loops of a kernel's machine
     code, as cuobjdump prints it.
@@ -226,7 +238,7 @@ def compile_all(
 ) -> Iterator[Compiled]:
     """Every kernel at every width and type for every target, one after another."""
     widths, dtypes = list(widths), list(dtypes)
-    without_width = (launch_logprobs, launch_elementwise)
+    without_width = (launch_logprobs, launch_elementwise, launch_experts)
     for target, name in itertools.product(targets, dtypes):
         dtype, launches = getattr(torch, name), list[tuple[int | None, Callable[[], None]]]()
         for width in widths:

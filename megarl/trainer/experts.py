@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -127,8 +127,8 @@ class ExpertRanks:
     expert: Axis
     experts: Axis
     tensor: Axis
-    backend: Backend | None = None
-    """None: the one that fits device and dtype."""
+    backend: Backend | Literal["auto"] = "auto"
+    """auto: the one that fits device and dtype."""
 
 
 def _experts(
@@ -142,11 +142,14 @@ def _experts(
     ranks: ExpertRanks = layer.ranks
     hidden, weights = sum_gradient(hidden, ranks.tensor), sum_gradient(weights, ranks.tensor)
     route = TokenRoute.of(index, ranks.num_experts, ranks.expert, ranks.experts)
-    rows = route.send(take_rows(hidden, route.order, route.tokens))
-    backend = ranks.backend or fitting_backend(rows.device, rows.dtype)
-    work = ExpertRows(route.counts, layer._apply_gate, backend)
+    source = route.tokens, route.order
+    backend = ranks.backend
+    if backend == "auto":
+        backend = fitting_backend(hidden.device, hidden.dtype)
+    work = ExpertRows(route.counts, layer._apply_gate, backend, *(source if route.is_local else ()))
+    rows = hidden if route.is_local else route.send(take_rows(hidden, *source))
     rows = expert_mlp(rows, _weight(layer, "gate_up_proj"), _weight(layer, "down_proj"), work)
-    out = weighted_sum(route.back(rows), route.order, weights).to(hidden.dtype)
+    out = weighted_sum(route.back(rows), weights, route.pairs, route.order).to(hidden.dtype)
     return sum_values(out, ranks.tensor)
 
 
@@ -208,9 +211,15 @@ def refuse_expert_layout(
     )
 
 
-def shard_experts(model: PreTrainedModel, mesh: ProcessMesh, routers: Routers) -> dict[str, Shard]:
+def shard_experts(
+    model: PreTrainedModel,
+    mesh: ProcessMesh,
+    routers: Routers,
+    backend: Backend | Literal["auto"] = "auto",
+) -> dict[str, Shard]:
     """Divide the experts of each layer over the ranks of `mesh.experts`, in place, on any device,
-    and compute its routers in float32, as `routers` says. Returns {parameter: how it is split}.
+    and compute its routers in float32, as `routers` says. `backend`: `training.grouped`. Returns
+    {parameter: how it is split}.
     """
     shards, size, count = dict[str, Shard](), mesh.experts.size, num_experts(model.config)
     known = [module for module in model.modules() if type(module).__name__ in ROUTERS]
@@ -218,7 +227,8 @@ def shard_experts(model: PreTrainedModel, mesh: ProcessMesh, routers: Routers) -
         formula = ROUTERS[type(router).__name__]
         router.forward = partial(_route, router, formula, layer, routers)
     for owner, layer in expert_layers(model).items():
-        layer.ranks = ExpertRanks(count, mesh.expert, mesh.experts, mesh.tensor)  # type: ignore
+        axes = mesh.expert, mesh.experts, mesh.tensor
+        layer.ranks = ExpertRanks(count, *axes, backend)  # type: ignore
         for name, whole in list(layer.named_parameters()) if size > 1 else ():
             shard = Shard.even(0, count, size, axis="experts")
             shards[f"{owner}.{name}"] = shard
