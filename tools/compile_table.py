@@ -172,16 +172,14 @@ def launch_elementwise(dtype: Any) -> None:
     rotary(x, cos, sin).sum().backward()
 
 
-def launch_experts(dtype: Any) -> None:
+def launch_experts(dtype: Any, is_transposed: bool = False) -> None:
     """Call both kernels of experts' products, so that Triton compiles them for `dtype`."""
     from megarl.kernels.experts_triton import grouped_rows, grouped_weights
 
-    a, b, weight = (
-        torch.zeros(*shape, dtype=dtype) for shape in ((512, 768), (512, 1024), (4, 1024, 768))
-    )
-    counts = [512, 0, 0, 0]
-    grouped_rows(a, weight, counts)
-    grouped_weights(b, a, counts)
+    a, b = torch.zeros(2, TOKENS, 1024, dtype=dtype).unbind()
+    weight = torch.zeros(2, 1024, 1024, dtype=dtype)
+    grouped_rows(a, weight.transpose(1, 2) if is_transposed else weight, [TOKENS, 0])
+    grouped_weights(b, a, [TOKENS, 0])
 
 
 def loop_spills(sass: str) -> int:
