@@ -6,7 +6,9 @@
 The experts of a Qwen3-MoE, `--experts` of `--width` columns, of which each token takes `--top-k` at
 random. All ways compute the same layer in one process in turns, after a warm-up, so that other
 processes slow all of them; only the ratios count. `ratio` is transformers' time over megarl's in
-the same round, median (smallest to largest). The memory is that of one pass beyond weights, inputs
+the same round, median (smallest to largest), and `CPU ratio` that of the CPU time of all threads.
+On a busy machine take the latter with `--threads 1`: each small operation of two threads waits
+until both have got a core. The memory is that of one pass beyond weights, inputs
 and their gradients, each way in a process of its own: `allocated` sums what torch's allocator gave,
 `resident` is the growth of VmHWM. transformers' batched_mm is left out where the weights that it
 copies for every row would fill more than a GiB.
@@ -33,7 +35,8 @@ OPTIONS = {
     "--rounds": (7, "turns of each way"),
 }
 COLUMNS = (
-    "way; seconds .2f; ratio .2f; allocated MiB=allocated*9.5367431640625e-07 .0f;"
+    "way; seconds .2f; ratio .2f; CPU ratio=cpu_ratio .2f;"
+    " allocated MiB=allocated*9.5367431640625e-07 .0f;"
     " resident MiB=resident*9.5367431640625e-07 .0f"
 )
 OURS = "megarl_experts"
@@ -74,10 +77,11 @@ def layer(settings: dict[str, Any]) -> Callable[[str], Any]:
     return once
 
 
-def seconds(once: Callable[[str], Any], way: str) -> float:
-    began = time.perf_counter()
+def seconds(once: Callable[[str], Any], way: str) -> tuple[float, float]:
+    """(seconds, CPU seconds of all threads)"""
+    began, cpu = time.perf_counter(), time.process_time()
     once(way)
-    return time.perf_counter() - began
+    return time.perf_counter() - began, time.process_time() - cpu
 
 
 def peak(settings: dict[str, Any], way: str) -> dict[str, Any]:
@@ -102,13 +106,15 @@ def measure(args: Args) -> dict[str, Any]:
     if any((out - outputs[0]).abs().max() > 1e-4 * outputs[0].abs().max() for out in outputs):
         raise RuntimeError("the ways compute different layers")
     del outputs
-    times = in_turns(args.rounds, {way: partial(seconds, once, way) for way in ways}, skipped=1)
+    rounds = in_turns(args.rounds, {way: partial(seconds, once, way) for way in ways}, skipped=1)
+    wall, cpu = ({way: [both[n] for both in rounds[way]] for way in ways} for n in (0, 1))
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
         peaks = {way: pool.submit(peak, settings, way).result() for way in ways}
     return {
         "rows": [
-            {"way": way, "seconds": spread(times[way]), "ratio": ratios(times[way], times[OURS])}
+            {"way": way, "seconds": spread(wall[way]), "ratio": ratios(wall[way], wall[OURS])}
+            | {"cpu_ratio": ratios(cpu[way], cpu[OURS])}
             | peaks[way]
             for way in ways
         ]
