@@ -1,62 +1,254 @@
-"""Products of a layer's experts: rows sorted by expert, and one weight for each expert.
+"""MLPs of a layer's experts, on rows that are sorted by expert, with one weight for each expert.
 
-`torch._grouped_mm` multiplies 16-bit rows on GPUs in one kernel. Everything else multiplies one
-expert after the other, on CPUs by oneDNN.
+    rows [S, H]  --gate_up [E, 2 I, H]-->  [S, 2 I]  --gate-->  [S, I]  --down [E, H, I]-->  [S, H]
+
+Of the two products in between only the first is kept for the backward pass, which computes the gate
+again. Backends:
+
+    loop      one expert after the other, on CPUs by oneDNN: the gate finds its rows in the cache
+    grouped   torch._grouped_mm, one kernel for all experts
+    triton    one Triton kernel for all experts; float32 too
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
-from megarl.kernels.linear import gradient_product, product
+from megarl.kernels.linear import accumulator, gradient_product, product
+
+Backend = Literal["loop", "grouped", "triton"]
 
 
-class _ExpertLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, counts):
-        ctx.save_for_backward(x, weight)
-        ctx.counts = counts
-        out = x.new_empty(len(x), weight.shape[1])
-        parts = zip(x.split(counts), weight, out.split(counts), strict=True)
-        for rows, matrix, target in parts:
-            if len(rows):
-                target.copy_(product(rows, matrix))
-        return out
+CHUNKS = {"cpu": 1024, "cuda": 16384}
+"""{device type: rows at a time of sums that need copies}; those of a CPU stay in its cache."""
 
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, _ = ctx.needs_input_grad
-        grad_x = torch.empty_like(x) if needs_x else None
-        grad_weight = torch.zeros_like(weight) if needs_weight else None
+
+class Products(NamedTuple):
+    """Matrix products of rows that are sorted by expert; `counts` are rows by expert."""
+
+    rows: Callable[[torch.Tensor, torch.Tensor, Sequence[int]], torch.Tensor]
+    """a [S, K] times the transpose of each row's weight [E, N, K]: [S, N]"""
+    row_gradients: Callable[[torch.Tensor, torch.Tensor, Sequence[int]], torch.Tensor]
+    """The same for gradients."""
+    weight_gradients: Callable[[torch.Tensor, torch.Tensor, Sequence[int]], torch.Tensor]
+    """The transpose of a [S, N] times b [S, K], summed by expert: [E, N, K]"""
+
+
+def _ends(counts: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(counts, device=device).cumsum(0, dtype=torch.int32)
+
+
+def _grouped_rows(a: torch.Tensor, weight: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    return torch._grouped_mm(a, weight.transpose(-2, -1), offs=_ends(counts, a.device))
+
+
+def _grouped_weights(a: torch.Tensor, b: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    return torch._grouped_mm(a.T, b, offs=_ends(counts, a.device))
+
+
+def products(backend: Backend) -> Products:
+    """Those of "loop" take one expert at a time."""
+    if backend == "loop":
+        return Products(
+            lambda a, weight, _: product(a, weight[0]),
+            lambda a, weight, _: gradient_product(a, weight[0]),
+            lambda a, b, _: gradient_product(a.T, b.T)[None],
+        )
+    if backend == "grouped":
+        return Products(_grouped_rows, _grouped_rows, _grouped_weights)
+    from megarl.kernels.experts_triton import grouped_rows, grouped_weights  # needs triton
+
+    return Products(grouped_rows, grouped_rows, grouped_weights)
+
+
+def fitting_backend(device: torch.device, dtype: torch.dtype) -> Backend:
+    """The fastest backend that can run there."""
+    if device.type != "cuda":
+        return "loop"
+    is_16_bit = dtype in (torch.bfloat16, torch.float16)
+    is_new = torch.cuda.get_device_capability(device) >= (8, 0)
+    return "grouped" if is_16_bit and is_new else "triton"
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """Which rows of which experts are computed, and how."""
+
+    counts: Sequence[int]
+    """Rows of each expert."""
+    gate: Callable[[torch.Tensor], torch.Tensor]
+    """[S, 2 I] -> [S, I], each row for itself; without parameters."""
+    backend: Backend
+    tokens: torch.Tensor | None = None
+    """[S] the token of each row, if x has tokens; None: x has the rows."""
+    order: torch.Tensor | None = None
+    """[T, K] with `tokens`: the rows of each token; S for none."""
+
+    def parts(self) -> Iterator[tuple[slice, slice, Sequence[int]]]:
+        """(experts, their rows, rows by expert) of what is computed at once."""
+        if self.backend != "loop":
+            yield slice(None), slice(None), self.counts
+            return
         first = 0
-        for expert, count in enumerate(ctx.counts):
-            rows = slice(first, first + count)
+        for expert, count in enumerate(self.counts):
+            if count:
+                yield slice(expert, expert + 1), slice(first, first + count), [count]
             first += count
-            if count and grad_x is not None:
-                grad_x[rows] = gradient_product(grad[rows], weight[expert].T)
-            if count and grad_weight is not None:
-                grad_weight[expert] = gradient_product(grad[rows].T, x[rows].T)
-        return grad_x, grad_weight, None
+
+    def room(self, like: torch.Tensor, *shape: int) -> torch.Tensor | None:
+        """For what parts write; None where there is one."""
+        return like.new_empty(shape) if self.backend == "loop" else None
+
+    def take(self, x: torch.Tensor, rows: slice) -> torch.Tensor:
+        return x[rows] if self.tokens is None else x[self.tokens[rows]]
 
 
-def expert_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    counts: Sequence[int],
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Rows x [S, K], of which the first counts[0] are expert 0's, times weight [E, N, K] of each
-    row's expert, plus bias [E, N]: [S, N]. Differentiable.
-    """
-    if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
-        ends = torch.tensor(counts, device=x.device).cumsum(0, dtype=torch.int32)
-        out = torch._grouped_mm(x, weight.transpose(-2, -1), offs=ends)
-    else:
-        out = _ExpertLinear.apply(x, weight, list(counts))
-    if bias is None:
+def _put(out: torch.Tensor | None, at: slice, values: torch.Tensor) -> torch.Tensor:
+    """`out` with `values`, or without a copy the values where they are all and there is no out."""
+    if out is None:
+        return values
+    out[at] = values
+    return out
+
+
+def _add_bias(rows: torch.Tensor, bias: torch.Tensor | None, counts: Sequence[int]) -> torch.Tensor:
+    if bias is not None:
+        for part, addend in zip(rows.split(counts), bias, strict=True):
+            part.add_(addend)
+    return rows
+
+
+class _ExpertMlp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x, gate_up, gate_up_bias, down, down_bias, work: ExpertRows):
+        times, gates = products(work.backend).rows, []
+        out = work.room(x, sum(work.counts), down.shape[1])
+        for experts, rows, counts in work.parts():
+            biases = [b if b is None else b[experts] for b in (gate_up_bias, down_bias)]
+            part = times(work.take(x, rows), gate_up[experts], counts)
+            gates.append(_add_bias(part, biases[0], counts))
+            part = times(work.gate(part), down[experts], counts)
+            out = _put(out, rows, _add_bias(part, biases[1], counts))
+        ctx.save_for_backward(x, gate_up, gate_up_bias, down, down_bias, *gates)
+        ctx.work = work
         return out
-    sizes = torch.tensor(counts, device=x.device)
-    return out + bias.repeat_interleave(sizes, dim=0, output_size=len(x))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        (grad,), work, needed = grads, ctx.work, ctx.needs_input_grad
+        x, *weights = ctx.saved_tensors[:5]
+        _, times, sums = products(work.backend)
+        grad_x = work.room(x, len(grad), x.shape[1])
+        found = [
+            work.room(x, *weight.shape) if wanted else None
+            for weight, wanted in zip(weights, needed[1:5], strict=True)
+        ]
+
+        def add(number: int, experts: slice, counts: Sequence[int], grad: Any, values: Any) -> None:
+            """To the gradients of a weight and its bias."""
+            if needed[1 + number]:
+                found[number] = _put(found[number], experts, sums(grad, values, counts))
+            if needed[2 + number]:
+                bias = torch.stack([part.sum(0) for part in grad.split(counts)])
+                found[number + 1] = _put(found[number + 1], experts, bias)
+
+        for (experts, rows, counts), gate in zip(work.parts(), ctx.saved_tensors[5:], strict=True):
+            part = gate.detach().requires_grad_()
+            with torch.enable_grad():
+                inner = work.gate(part)
+            upper = grad[rows].contiguous()
+            add(2, experts, counts, upper, inner.detach())
+            lower = times(upper, weights[2][experts].transpose(-2, -1), counts)
+            (lower,) = torch.autograd.grad(inner, part, lower)
+            add(0, experts, counts, lower, work.take(x, rows))
+            if needed[0]:
+                lower = times(lower, weights[0][experts].transpose(-2, -1), counts)
+                grad_x = _put(grad_x, rows, lower)
+        if needed[0] and work.order is not None:
+            grad_x = _token_sums(grad_x, work.order)
+        unused = [expert for expert, count in enumerate(work.counts) if not count]
+        for weight in found:
+            if weight is not None:
+                weight[unused] = 0
+        return grad_x, *found, None
+
+
+def expert_mlp(
+    x: torch.Tensor,
+    gate_up: tuple[torch.Tensor, torch.Tensor | None],
+    down: tuple[torch.Tensor, torch.Tensor | None],
+    work: ExpertRows,
+) -> torch.Tensor:
+    """Rows x [S, H], of which the first work.counts[0] are expert 0's, or tokens x [T, H], through
+    their experts: [S, H]. `gate_up` and `down`: (weight, bias or None). Differentiable.
+    """
+    return _ExpertMlp.apply(x, *gate_up, *down, work)
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x, tokens, order):
+        ctx.save_for_backward(order)
+        return x[tokens]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        return _token_sums(grads[0].contiguous(), *ctx.saved_tensors), None, None
+
+
+def take_rows(x: torch.Tensor, tokens: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """x [T, H] -> x[tokens] [S, H]. `order` [T, K]: the rows of each token, S for none.
+    Differentiable.
+    """
+    return _Take.apply(x, tokens, order)
+
+
+def _token_sums(
+    rows: torch.Tensor, order: torch.Tensor, weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The sums [T, H] of each token's rows, times `weights` [T, K], in the order of K. Without
+    weights in the rows' dtype.
+    """
+    if len(rows) < order.numel():  # row S is 0
+        rows = F.pad(rows, (0, 0, 0, 1))
+    if accumulator(rows.dtype) == rows.dtype:  # in one pass, not in 16 bit
+        return F.embedding_bag(order, rows, mode="sum", per_sample_weights=weights)
+    out = torch.zeros(len(order), rows.shape[1], dtype=torch.float32, device=rows.device)
+    for number, index in enumerate(order.T):
+        addend = rows[index].float()
+        out += addend if weights is None else addend * weights[:, number, None]
+    return out.to(rows.dtype) if weights is None else out
+
+
+class _WeightedSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows, weights, pairs, order):
+        ctx.save_for_backward(rows, weights, pairs)
+        return _token_sums(rows, order, weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        (grad,), (rows, weights, pairs) = grads, ctx.saved_tensors
+        grad_rows, grad_weights = torch.empty_like(rows), torch.zeros_like(weights)
+        size = CHUNKS[rows.device.type]
+        chunks = (x.split(size) for x in (pairs, rows, grad_rows))
+        for index, part, target in zip(*chunks, strict=True):
+            of_rows = grad[index // weights.shape[1]]
+            grad_weights.view(-1)[index] = (of_rows * part).sum(-1)
+            target.copy_(of_rows.mul_(weights.view(-1)[index, None]))
+        return grad_rows, grad_weights, None, None
+
+
+def weighted_sum(
+    rows: torch.Tensor, weights: torch.Tensor, pairs: torch.Tensor, order: torch.Tensor
+) -> torch.Tensor:
+    """The sums [T, H] of each token's rows, times `weights` [T, K], in the order of K; at least
+    float32. `pairs` [S]: where in T x K each row is. `order` as in `take_rows`. Differentiable.
+    """
+    weights = weights.to(accumulator(rows.dtype)).contiguous()
+    return _WeightedSum.apply(rows, weights, pairs, order)

@@ -1,7 +1,7 @@
 """Expert parallelism: tokens travel to the ranks that have their experts, and back.
 
-    hidden states [T, H], each with K experts  --send-->  rows sorted by this rank's experts
-    outputs of these rows                      --back-->  [T, K, H], 0 for experts of tensor ranks
+    rows [S, H] of `pairs`             --send-->  rows [R, H] sorted by this rank's experts
+    their outputs [R, H]               --back-->  outputs [S, H] on the ranks that sent them
 
 Counts are exact: no capacity, nothing is dropped or padded. Expert e of E is on rank e // (E / n)
 of the `experts` axis with n ranks, which is expert x tensor: tensor ranks have the same tokens and
@@ -46,7 +46,8 @@ class TokenRoute:
 
     pairs: torch.Tensor
     """[S] indices into T x K of what this rank sends, sorted by expert."""
-    top_k: int
+    order: torch.Tensor
+    """[T, K] index in `pairs` of each pair; S for those that only other tensor ranks send."""
     counts: list[int]
     """Rows of each expert of this rank, from all ranks of the axis."""
     sent: list[int]
@@ -65,9 +66,12 @@ class TokenRoute:
             owners = torch.arange(num_experts, device=flat.device) // (num_experts // experts.size)
             is_here = owners % tensor_size == experts.rank % tensor_size
             pairs, counts = pairs[is_here[flat[pairs]]], counts[is_here]
+        order = torch.full_like(flat, len(pairs))
+        order[pairs] = torch.arange(len(pairs), device=flat.device)
+        order = order.view_as(index)
         counts = counts.view(axis.size, -1)  # [rank, its experts]
         if axis.size == 1:
-            return TokenRoute(pairs, index.shape[1], counts[0].tolist(), [], [], None, axis)
+            return TokenRoute(pairs, order, counts[0].tolist(), [], [], None, axis)
         arriving = torch.empty_like(counts)
         with waits("all-to-all", axis):
             dist.all_to_all_single(arriving, counts, group=axis.group)
@@ -75,22 +79,30 @@ class TokenRoute:
         by_expert = numbers.repeat_interleave(arriving.view(-1)).argsort(stable=True)
         sizes = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
         own = arriving.sum(0).tolist()
-        return TokenRoute(pairs, index.shape[1], own, sizes[0], sizes[1], by_expert, axis)
+        return TokenRoute(pairs, order, own, sizes[0], sizes[1], by_expert, axis)
 
-    def send(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[T, H] -> [R, H], this rank's rows sorted by expert; of one expert by rank, then by
-        token.
+    @property
+    def tokens(self) -> torch.Tensor:
+        """[S] the token of each of `pairs`."""
+        return self.pairs // self.order.shape[1]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether nothing is sent."""
+        return self.by_expert is None
+
+    def send(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows [S, H] of `pairs` -> this rank's rows [R, H] sorted by expert; of one expert by
+        rank, then by token.
         """
-        rows = hidden[self.pairs // self.top_k]
         if self.by_expert is None:
             return rows
         return _AllToAll.apply(rows, self.sent, self.received, self.axis)[self.by_expert]
 
-    def back(self, rows: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Outputs [R, H] of `send`'s rows -> [T, K, H] on the ranks that sent them."""
-        if self.by_expert is not None:
-            order = torch.empty_like(self.by_expert)
-            order[self.by_expert] = torch.arange(len(order), device=order.device)
-            rows = _AllToAll.apply(rows[order], self.received, self.sent, self.axis)
-        whole = rows.new_zeros(num_tokens * self.top_k, rows.shape[1])
-        return whole.index_copy(0, self.pairs, rows).view(num_tokens, self.top_k, -1)
+    def back(self, rows: torch.Tensor) -> torch.Tensor:
+        """Outputs [R, H] of `send`'s rows -> outputs [S, H] of `pairs`."""
+        if self.by_expert is None:
+            return rows
+        order = torch.empty_like(self.by_expert)
+        order[self.by_expert] = torch.arange(len(order), device=order.device)
+        return _AllToAll.apply(rows[order], self.received, self.sent, self.axis)

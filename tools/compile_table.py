@@ -54,7 +54,7 @@ class Compiled:
 
     kernel: str
     width: int | None
-    """Head width; None for kernels over logits and of elementwise functions."""
+    """Head width; None for kernels over logits, of elementwise functions and of experts."""
     dtype: str
     target: int
     registers: int
@@ -172,6 +172,16 @@ def launch_elementwise(dtype: Any) -> None:
     rotary(x, cos, sin).sum().backward()
 
 
+def launch_experts(dtype: Any, is_transposed: bool = False) -> None:
+    """Call both kernels of experts' products, so that Triton compiles them for `dtype`."""
+    from megarl.kernels.experts_triton import grouped_rows, grouped_weights
+
+    a, b = torch.zeros(2, TOKENS, 1024, dtype=dtype).unbind()
+    weight = torch.zeros(2, 1024, 1024, dtype=dtype)
+    grouped_rows(a, weight.transpose(1, 2) if is_transposed else weight, [TOKENS, 0])
+    grouped_weights(b, a, [TOKENS, 0])
+
+
 def loop_spills(sass: str) -> int:
     """Loads and stores of spilled registers (LDL, STL) in the innermost loops of a kernel's machine
     code, as cuobjdump prints it.
@@ -226,7 +236,7 @@ def compile_all(
 ) -> Iterator[Compiled]:
     """Every kernel at every width and type for every target, one after another."""
     widths, dtypes = list(widths), list(dtypes)
-    without_width = (launch_logprobs, launch_elementwise)
+    without_width = (launch_logprobs, launch_elementwise, launch_experts)
     for target, name in itertools.product(targets, dtypes):
         dtype, launches = getattr(torch, name), list[tuple[int | None, Callable[[], None]]]()
         for width in widths:

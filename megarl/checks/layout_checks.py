@@ -134,15 +134,24 @@ def refuse_kernels(
         use_torch_norms(empty)
     device = local_device()
     on_gpu = device.type == "cuda"
+    capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
     if training.elementwise == "triton":
         needs = {"a GPU": on_gpu, "the package triton": _has_triton()}
         _refuse_lacking("training.elementwise is 'triton'", needs, "it to 'model'")
         from megarl.trainer.elementwise import use_triton_elementwise  # needs triton
 
         use_triton_elementwise(empty)
+    grouped = training.grouped
+    needs = {
+        "a GPU": on_gpu or grouped in ("auto", "loop"),
+        "the package triton": grouped != "triton" or _has_triton(),
+    }
+    if grouped == "grouped":
+        needs["compute capability 8.0 or more"] = capability >= (8, 0)
+        needs["training.precision 'bfloat16' or 'float16'"] = training.dtype != "float32"
+    _refuse_lacking(f"training.grouped is {grouped!r}", needs, "it to 'auto'")
     refuse_block(training, hf)
     if training.attention == "flash_attn":
-        capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
         package = "a package flash-attn (pip install -e '.[flash-attn-4]' for compute capability 9"
         needs = {
             "a GPU": on_gpu,

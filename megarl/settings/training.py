@@ -279,6 +279,10 @@ class TrainingConfig(Config):
     elementwise: Literal["model", "triton"] = "model"
     """Rotary embeddings and gated activations by the model's code, of several kernels each, or by
     one Triton kernel each (GPU). In 16 bit they round differently."""
+    grouped: Literal["auto", "loop", "grouped", "triton"] = "auto"
+    """Products of a mixture's experts: one expert after the other; by torch's kernel for all (16
+    bit on GPUs of compute capability 8.0 or more); by megarl's Triton kernel for all (GPU); auto,
+    the first on CPUs, torch's where it can, else Triton's."""
     logprobs: Literal["chunked", "liger"] = "chunked"
     """Log-probs and entropies by megarl's kernels, or by Liger's (GPU, tensor-parallel degree
     1)."""

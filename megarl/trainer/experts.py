@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,14 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from megarl.kernels.experts import expert_linear
+from megarl.kernels.experts import (
+    Backend,
+    ExpertRows,
+    expert_mlp,
+    fitting_backend,
+    take_rows,
+    weighted_sum,
+)
 from megarl.kernels.linear import accumulator
 from megarl.parallel.collectives import sum_gradient, sum_values
 from megarl.parallel.experts import TokenRoute
@@ -122,6 +129,8 @@ class ExpertRanks:
     expert: Axis = ALONE
     experts: Axis = ALONE
     tensor: Axis = ALONE
+    backend: Backend | Literal["auto"] = "auto"
+    """auto: the one that fits device and dtype."""
 
 
 def _experts(
@@ -135,19 +144,23 @@ def _experts(
     ranks: ExpertRanks = getattr(layer, "ranks", ExpertRanks())
     hidden, weights = sum_gradient(hidden, ranks.tensor), sum_gradient(weights, ranks.tensor)
     route = TokenRoute.of(index, layer.num_experts, ranks.expert, ranks.experts)
-    rows = route.send(hidden)
-    rows = layer._apply_gate(_linear(layer, "gate_up_proj", rows, route.counts))
-    rows = _linear(layer, "down_proj", rows, route.counts)
-    parts = route.back(rows, len(hidden))
-    out = (parts * weights[..., None]).sum(1).to(hidden.dtype)
+    source = route.tokens, route.order
+    backend = ranks.backend
+    if backend == "auto":
+        backend = fitting_backend(hidden.device, hidden.dtype)
+    work = ExpertRows(route.counts, layer._apply_gate, backend, *(source if route.is_local else ()))
+    rows = hidden if route.is_local else route.send(take_rows(hidden, *source))
+    rows = expert_mlp(rows, _weight(layer, "gate_up_proj"), _weight(layer, "down_proj"), work)
+    out = weighted_sum(route.back(rows), weights, route.pairs, route.order).to(hidden.dtype)
     return sum_values(out, ranks.tensor)
 
 
-def _linear(layer: Any, name: str, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+def _weight(layer: Any, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(weight [E, N, K], bias [E, N] or None)"""
     weight = getattr(layer, name)
     if layer.is_transposed:
         weight = weight.transpose(-2, -1)
-    return expert_linear(rows, weight, counts, getattr(layer, f"{name}_bias", None))
+    return weight, getattr(layer, f"{name}_bias", None)
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)
@@ -200,9 +213,15 @@ def refuse_expert_layout(
     )
 
 
-def shard_experts(model: PreTrainedModel, mesh: ProcessMesh, routers: Routers) -> dict[str, Shard]:
+def shard_experts(
+    model: PreTrainedModel,
+    mesh: ProcessMesh,
+    routers: Routers,
+    backend: Backend | Literal["auto"] = "auto",
+) -> dict[str, Shard]:
     """Divide the experts of each layer over the ranks of `mesh.experts`, in place, on any device,
-    and compute its routers in float32, as `routers` says. Returns {parameter: how it is split}.
+    and compute its routers in float32, as `routers` says. `backend`: `training.grouped`. Returns
+    {parameter: how it is split}.
     """
     shards = expert_shards(model, mesh.experts.size)
     known = [module for module in model.modules() if type(module).__name__ in ROUTERS]
@@ -210,7 +229,7 @@ def shard_experts(model: PreTrainedModel, mesh: ProcessMesh, routers: Routers) -
         formula = ROUTERS[type(router).__name__]
         router.forward = partial(_route, router, formula, layer, routers)
     for owner, layer in expert_layers(model).items():
-        layer.ranks = ExpertRanks(mesh.expert, mesh.experts, mesh.tensor)  # type: ignore
+        layer.ranks = ExpertRanks(mesh.expert, mesh.experts, mesh.tensor, backend)  # type: ignore
         for name, whole in list(layer.named_parameters()):
             if shard := shards.get(f"{owner}.{name}"):
                 part = shard.take(whole.detach(), mesh.experts.rank)

@@ -88,7 +88,7 @@ class RoleModel(nn.Module):
         else:
             self.shards = shard_model(model, mesh.tensor)
         self.routers = Routers()
-        self.shards |= shard_experts(model, mesh, self.routers)
+        self.shards |= shard_experts(model, mesh, self.routers, training.grouped)
         """Of the parameters of `model` of which this rank holds a part."""
         self.fused = fused_tensors(model)
         """The published tensors of which parameters of `model` are made."""

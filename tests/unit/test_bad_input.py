@@ -91,6 +91,9 @@ training: {share_prefix: 'on', micro_batch_tokens: 64}, prompts.max_prompt_token
 training.logprobs: liger -> 'liger' | needs a GPU | set it to 'chunked'
 training.elementwise: triton
     -> training.elementwise is 'triton' | needs a GPU | set it to 'model'
+training.grouped: grouped -> training.grouped is 'grouped' | needs a GPU and compute capability
+    | precision 'bfloat16' or 'float16' | set it to 'auto'
+training.grouped: triton -> training.grouped is 'triton' | needs a GPU | set it to 'auto'
 training.attention: flash_attn -> training.attention is 'flash_attn' | set it to 'torch'
     | a GPU and training.precision 'bfloat16' or 'float16' and a package flash-attn
 training: {layout: {sequence: 2}, sequence: {block: flash}}, ranks: 2

@@ -52,6 +52,7 @@ def test_these_tests_in_the_interpreter(chosen: str) -> None:
     beside = Path(__file__).parent
     # Trees, windows, soft caps and sinks, in every schedule.
     files = [__file__, str(beside / schedules), str(beside / "test_elementwise.py")]
+    files.append(str(beside / "test_expert_products.py"))
     options = ["-q", "-k", "not (cpu or reference)", "-p", "no:cacheprovider", "-p", "no:xdist"]
     options += ["-m", chosen]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
