@@ -208,12 +208,12 @@ def run_recipe(
                 from megarl.trainer import threads
 
                 process_env.prepare_environment(threads.process_threads(config))
-                owner = None
-                if command.owns_folder:  # before the imports of the checks, which take seconds
-                    owned = load("megarl.checks.folder_checks:owned_folder")
-                    owner = stack.enter_context(owned(config, starts=not options.check))
+                # Folder and files before the imports of the plan, which take seconds.
+                folder = load("megarl.checkpoints.run_folder:plan_folder")
+                owns, starts = command.owns_folder, not options.check
+                owner = stack.enter_context(folder(config, owns=owns, starts=starts))
                 if command.reads_files and is_main:
-                    files = load("megarl.checks.named_files:check_named_files")
+                    files = load("megarl.run.named_files:check_named_files")
                     files(config, trains=command.owns_folder)
                 with quick_imports():
                     check = load(work.check)
@@ -227,8 +227,9 @@ def run_recipe(
         if options.check:
             console.say(f"checked: {inputs}")
             if command.owns_folder:
-                outlook = load("megarl.checks.run_files:outlook")(config, inputs)
-                console.say(outlook) if outlook else None
+                outlook = load("megarl.checkpoints.run_files:outlook")
+                line = outlook(config, inputs.resume_from, inputs.num_rows)
+                console.say(line) if line else None
             return 0
         with quick_imports():
             run = load(work.run)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.settings.objectives import COMPARING
 from megarl.settings.observe import DISTILLATION_METRICS, EVALUATION_METRICS, STEP_METRICS
 from megarl.settings.schema import require
+from megarl.system.lookup import AGENTS
 
 if TYPE_CHECKING:
     from megarl.settings.config import RunConfig, SupervisedConfig
@@ -129,7 +130,21 @@ def check_tool_variables(config: RunConfig) -> None:
 
 
 def check_agent_prompts(config: RunConfig) -> None:
-    """Raise `ValueError` if an agent, which writes its own messages, would get rendered prompts."""
+    """Raise `ValueError` if an agent, which writes its own messages, would get rendered prompts, or
+    one that plays environments other prompts than theirs.
+    """
+    name, model = config.environment.agent.function, config.environment.agent.model
+    require(
+        name not in AGENTS or model == "policy",
+        f"environment.agent.model is '{model}', but the agent '{name}' asks for 'policy'; leave it"
+        " out",
+    )
+    for key, source in sources(config) if name in AGENTS else ():
+        require(
+            not source.names_data or source.source.startswith(f"{name}:"),
+            f"{key}.source is '{source.source}', but the agent '{name}' plays the environment that"
+            f" its prompts are of; set {key}.source to {name}:NAME",
+        )
     for section, prompts in sources(config) if config.environment.agent.is_used else ():
         require(
             prompts.template == "none" or not prompts.names_data,

@@ -66,7 +66,7 @@ DataRows = DemonstrationList | PreferenceList
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What `megarl.checks.preflight` has loaded, on every rank. Data, checkpoint and lease are on
+    """What `megarl.run.plan` has loaded, on every rank. Data, checkpoint and lease are on
     rank 0 only.
     """
 

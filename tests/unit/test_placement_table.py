@@ -17,7 +17,7 @@ import yaml
 from megarl import cli
 from megarl.apps.launch import run_words
 from megarl.apps.launch.placement_table import compressed
-from megarl.checks.engine_checks import check_placement
+from megarl.engines.plan import check_placement
 from megarl.errors import UserError
 from megarl.parallel.layout import Layout
 from megarl.parallel.tensor import Shard

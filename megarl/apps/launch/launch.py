@@ -34,11 +34,11 @@ from megarl.apps.launch.launch_processes import (
 )
 from megarl.apps.launch.launch_run import Launcher, announce
 from megarl.apps.launch.slurm import allocated_hosts, requeue, srun
-from megarl.checkpoints.lease import take
-from megarl.checks.named_files import check_named_files
+from megarl.checkpoints.run_folder import plan_folder
 from megarl.errors import UserError
 from megarl.parallel.devices import are_hidden, driver_gpus
 from megarl.parallel.launcher import free_port
+from megarl.run.named_files import check_named_files
 from megarl.settings.config import AnyConfig, RunConfig
 from megarl.settings.recipe_paths import recipe_path
 from megarl.settings.schema import require
@@ -90,10 +90,10 @@ def main(config: AnyConfig, options: Options) -> int:
         announce(f"this is not the allocation's first host; going to {hosts[0]}")
         os.execvp(there[0], there)  # noqa: S606 - srun itself, no shell
     try:
-        check_named_files(config)
+        with plan_folder(config):  # which rank 0 owns later
+            check_named_files(config)
     except ValueError as error:
         raise UserError(str(error)) from error
-    refuse_owned(config)
     print(text, file=sys.stderr, flush=True)
     job, restarts = (os.environ.get(f"SLURM_{name}", "") for name in ("JOB_ID", "RESTART_COUNT"))
     logs = Path(config.folder, "logs", f"{job}-{restarts or 0}" if job else "launch")
@@ -131,7 +131,7 @@ def refuse_placement(config: RunConfig, plan: LaunchPlan, gpus: Gpus) -> None:
     to send weights from trainer ranks to engines.
     """
     # Imported here: transformers takes seconds, and other mistakes are told without it.
-    from megarl.checks.engine_checks import check_placement
+    from megarl.engines.plan import check_placement
 
     check_placement(
         config,
@@ -158,21 +158,6 @@ def addresses(options: Options, hosts: Sequence[str]) -> Addresses:
         state=f"/tmp/megarl-{os.getpid()}-{secrets.token_hex(4)}",
         python=sys.executable,
     )
-
-
-def refuse_owned(config: AnyConfig) -> None:
-    """Raise `UserError` if another live run owns the run folder `config.folder`: only the owner may
-    write to the folder. This check comes before Ray starts; trainer rank 0 becomes the owner later.
-    Waits up to `training.checkpoint.owner_timeout_s` seconds to see whether an owner on another
-    machine lives.
-    """
-    patience_s = config.training.checkpoint.owner_timeout_s
-    try:
-        take(Path(config.folder), patience_s=patience_s).release()
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    except OSError:
-        pass  # a folder that cannot be written is rank 0's to explain
 
 
 def find_gpus(plan: LaunchPlan, options: Options, num_nodes: int) -> Gpus:

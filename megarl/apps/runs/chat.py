@@ -100,13 +100,13 @@ class Chat:
             ValueError: the model or its tokenizer cannot be read, or `system` is given to a model
                 whose tokenizer has no chat template.
         """
-        from megarl.checks.model_checks import check_model, stop_tokens
         from megarl.data.chat_template import ChatTemplate, ends_of_turns
         from megarl.settings.training import ModelConfig
         from megarl.trainer.model_config import positions
+        from megarl.trainer.plan import plan_model, stop_tokens
 
         config = ModelConfig(path=path)
-        self._tokenizer, hf = check_model(config)
+        self._tokenizer, hf = plan_model(config)
         has_template = bool(self._tokenizer.chat_template)
         self._template = ChatTemplate(self._tokenizer) if has_template else None
         require(

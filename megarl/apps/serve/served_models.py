@@ -15,12 +15,11 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.apps.serve.judge import JudgePrompt, ServedJudge, VerdictReader
 from megarl.checkpoints.adapter_files import SCORE
-from megarl.checks.engine_checks import check_cache, check_engine_model
-from megarl.checks.model_checks import stop_tokens
 from megarl.data.chat_template import end_of_turn, ends_of_turns, turn_tokens
 from megarl.data.control_tokens import ControlTokens
 from megarl.data.tokenizer import check_tokenizer, load_tokenizer
 from megarl.data.tokens import scored_tokens
+from megarl.engines.plan import check_cache, check_engine_model
 from megarl.parallel.mesh import local_device
 from megarl.settings.limits import MOST_TOKENS
 from megarl.settings.rollout import EngineConfig
@@ -29,6 +28,7 @@ from megarl.settings.serve import JudgeConfig, ServedModelConfig
 from megarl.settings.training import ModelConfig
 from megarl.system.third_party import opening
 from megarl.trainer.model_config import load_model_config
+from megarl.trainer.plan import stop_tokens
 from megarl.trainer.weights import is_downloaded, shape_of
 from megarl.types import Prompt
 

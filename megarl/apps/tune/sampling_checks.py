@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.checks.layout_checks import check_positions, check_role
-from megarl.checks.preflight import check_run, ranks_to_check
 from megarl.parallel.layout import Layout
+from megarl.run.plan import plan_generation
 from megarl.settings.config import RunConfig
 from megarl.settings.schema import replace, require
 from megarl.settings.training import LayoutConfig
 from megarl.trainer.context import RunInputs
+from megarl.trainer.plan import check_positions, plan_role
 from megarl.trainer.role_placement import RolePlace
 
 
@@ -32,8 +32,6 @@ def check_sample(config: RunConfig, ranks: int | None = None) -> SampleInputs:
     environment variables. Returns the prompts, tokenizer and model configuration that were loaded.
     Raises `ValueError` if a check fails.
     """
-    size = ranks_to_check(ranks)
-    require(size == 1, f"megarl sample runs as one process, but was started as {size} ranks")
     require(
         config.rollout.temperature > 0 or config.sample.samples == 1,
         f"sample.samples is {config.sample.samples}, but rollout.temperature is 0, at which all"
@@ -48,13 +46,13 @@ def check_sample(config: RunConfig, ranks: int | None = None) -> SampleInputs:
         "environment.session, tools or agent is set, but the turns of an environment are no"
         " response to learn from; set environment.verifier instead",
     )
-    inputs = check_run(config, num_ranks=1, new=False)
+    inputs = plan_generation(config, "sample", ranks)
     alone = RolePlace((0,), Layout(1, 1, 1))
     for name, model in config.reward_models.items():
         # Of one process: a recipe of `task: rl` may place them elsewhere.
         here = {**config.reward_models, name: replace(model, ranks=(), layout=LayoutConfig())}
         own = replace(config, reward_models=here)
-        check_role(f"reward_models.{name}", own, inputs.hf, alone, 1)
+        plan_role(f"reward_models.{name}", own, inputs.hf, alone, 1)
     if inputs.prompts is not None:
         names = [f"reward_models.{name}" for name in config.reward_models]
         check_positions(config, inputs.hf, names, inputs.prompts.longest)

@@ -9,26 +9,14 @@ from typing import Any
 
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedTokenizerBase
 
-from megarl.checks.folder_checks import (
-    check_folder,
-    check_observe,
-    check_time_to_save,
-    check_writable,
-)
-from megarl.checks.layout_checks import check_cut, check_layout
-from megarl.checks.model_checks import (
-    check_adapters,
-    check_export,
-    check_model,
-    stop_tokens,
-    unused_weights,
-)
-from megarl.checks.preflight import find_checkpoint, ranks_to_check, warn
+from megarl.checkpoints.run_folder import check_writable
 from megarl.data.chat_template import ends_of_turns
 from megarl.data.demonstrations import load_demonstrations
 from megarl.data.preferences import load_preferences
 from megarl.data.tokenizer import pad_apart
 from megarl.parallel import launcher
+from megarl.parallel.launcher import warn
+from megarl.run.plan import find_checkpoint
 from megarl.settings.config import (
     PreferenceConfig,
     RewardModelConfig,
@@ -39,8 +27,14 @@ from megarl.settings.config import (
 from megarl.settings.schema import require
 from megarl.trainer.context import DataRows, RunInputs
 from megarl.trainer.heads import HeadName
-from megarl.trainer.loading import check_weights
-from megarl.trainer.model_config import load_model_config
+from megarl.trainer.plan import (
+    check_cut,
+    plan_layout,
+    plan_model,
+    plan_other_model,
+    plan_training,
+    stop_tokens,
+)
 
 Load = Callable[..., DataRows]
 """Function that reads the data which a section of the recipe describes: (section's settings,
@@ -69,21 +63,9 @@ def check_preference(config: PreferenceConfig, ranks: int | None = None) -> RunI
 
     found = check_supervised(config, "preferences", load, ranks)
     reference = config.reference.model
+    theirs = plan_other_model("reference", reference, config.model, found.hf)
     if reference.path:
-        require(
-            not reference.tokenizer,
-            f"reference.model.tokenizer is {reference.tokenizer}, but the tokens are the policy's;"
-            " leave it out",
-        )
-        theirs = load_model_config(reference, setting="reference.model")
-        mine, other = found.hf.get_text_config().vocab_size, theirs.get_text_config().vocab_size
-        require(
-            mine == other,
-            f"reference.model.path has a vocabulary of {other} tokens and model.path one of {mine};"
-            " set a reference that was made from the same model",
-        )
         check_cut(config.training, reference, theirs)
-        check_weights(reference)
     if config.reference.cache:
         check_writable(config.reference.cache, setting="reference.cache")
     return found
@@ -122,20 +104,13 @@ def check_supervised(
     Returns tokenizer, model configuration, and on rank 0 the rows. Raises `ValueError` if a check
     fails.
     """
-    layout = check_layout(config.training, ranks_to_check(ranks))
+    layout = plan_layout(config.training, launcher.count_ranks(ranks))
     require(
         config.samples_per_step >= layout.data,
         f"samples_per_step is {config.samples_per_step} for {layout.data} data ranks; raise it",
     )
-    check_folder(config.folder, resume=bool(config.resume))
-    check_time_to_save(config.training.checkpoint)
-    check_observe(config.observe)
-    tokenizer, hf = check_model(config.model)
-    warn(unused_weights(config.model))
-    check_cut(config.training, config.model, hf, head)
-    check_export(config.model, tokenizer, hf)
-    check_weights(config.model, head)
-    warn(check_adapters(config.training.lora, config.model, head))
+    tokenizer, hf = plan_model(config.model)
+    plan_training(config, tokenizer, hf, head)
     rows = held_out = None
     if launcher.rank() == 0:  # rank 0 reads for all, and sends every step's rows to the others
         rows = load(getattr(config, section), tokenizer, seed=config.seed, setting=section)
