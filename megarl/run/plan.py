@@ -94,7 +94,7 @@ def plan_run(config: RunConfig, ranks: int | None = None) -> RunInputs:
         parameters = sized_parameters(config.model, layout.tensor)
         check_gpu_share(config, parameters, layout, gpu.total_memory)
     policy = RolePlace(members, layout)
-    roles = {name: plan_role(name, config, hf, policy, num_ranks) for name in config.other_roles}
+    roles = {name: plan_role(name, config, hf, policy) for name in config.other_roles}
     inputs = plan_rollouts(config, tokenizer, hf, roles)
     if inputs.prompts is not None:
         with_steps(config, len(inputs.prompts))

@@ -37,7 +37,7 @@ from megarl.settings.training import (
 from megarl.system.third_party import opening
 from megarl.trainer.attention import prove_attention, refuse_unsupported
 from megarl.trainer.autotp import refuse_autotp
-from megarl.trainer.heads import SCORING, HeadName
+from megarl.trainer.heads import SCORING, HeadName, refuse_head
 from megarl.trainer.loading import check_weights, empty_model
 from megarl.trainer.logits import logit_transform, refuse_transform
 from megarl.trainer.lora import A, B, chosen_layers
@@ -128,6 +128,7 @@ def check_cut(
     tensor, ulysses = training.layout.tensor, training.sequence.ulysses
     refuse_tensor(hf, tensor)
     empty = empty_model(config)
+    refuse_head(empty)
     prove_attention(empty)
     if training.tensor_backend == "autotp":
         refuse_autotp(empty, tensor)
@@ -220,11 +221,7 @@ HEADS: dict[type[RoleConfig], HeadName] = {
 
 
 def plan_role(
-    name: str,
-    config: RunConfig,
-    hf: transformers.PretrainedConfig,
-    policy: RolePlace,
-    num_ranks: int,
+    name: str, config: RunConfig, hf: transformers.PretrainedConfig, policy: RolePlace
 ) -> RolePlace:
     """Where the model of section `name` is. Raises `ValueError`, with the setting to change, if it
     does not fit layout, ranks or precision, or the policy, whose config.json is `hf`.
@@ -237,7 +234,7 @@ def plan_role(
         f" training.offload_optimizer {training.offload_optimizer}, which need ZeRO; set"
         f" {name}.zero_stage to 1, 2 or 3 (of a frozen model only 3 shards the weights)",
     )
-    role_place = place_role(name, role, policy=policy, num_ranks=num_ranks)
+    role_place = place_role(name, role, policy)
     theirs = plan_other_model(name, role.model, config.model, hf, head)
     if isinstance(config, DistillConfig):
         refuse_transform(hf, "model.path")

@@ -39,7 +39,7 @@ from megarl.errors import UserError
 from megarl.parallel.devices import are_hidden, driver_gpus
 from megarl.parallel.launcher import free_port
 from megarl.run.named_files import check_named_files
-from megarl.settings.config import AnyConfig, RunConfig
+from megarl.settings.config import AnyConfig, RunConfig, handed
 from megarl.settings.recipe_paths import recipe_path
 from megarl.settings.schema import require
 from megarl.system.console import Options, result
@@ -98,6 +98,9 @@ def main(config: AnyConfig, options: Options) -> int:
     job, restarts = (os.environ.get(f"SLURM_{name}", "") for name in ("JOB_ID", "RESTART_COUNT"))
     logs = Path(config.folder, "logs", f"{job}-{restarts or 0}" if job else "launch")
     more_s = max(0.0, config.training.checkpoint.save_within_s - SAVE_WITHIN_S)
+    for process in started:
+        if process.kind == "ranks":
+            process.command.environment.update(handed(config))
     launcher, interrupted = Launcher(started, hosts, at, logs, more_s), False
     try:
         code = launcher.run()

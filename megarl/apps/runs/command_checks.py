@@ -101,7 +101,7 @@ def check_replay(config: RunConfig, ranks: int | None = None) -> RunInputs:
     tokenizer, hf = plan.plan_model(config.model)
     plan.plan_training(config, tokenizer, hf)
     policy, names = RolePlace(members, layout), config.other_roles
-    roles = {name: plan.plan_role(name, config, hf, policy, num_ranks) for name in names}
+    roles = {name: plan.plan_role(name, config, hf, policy) for name in names}
     found = find_checkpoint(config, layout, "", trained_roles(config, roles))
     stops = plan.stop_tokens(tokenizer, config.model, hf)
     return RunInputs(

@@ -52,7 +52,7 @@ def check_sample(config: RunConfig, ranks: int | None = None) -> SampleInputs:
         # Of one process: a recipe of `task: rl` may place them elsewhere.
         here = {**config.reward_models, name: replace(model, ranks=(), layout=LayoutConfig())}
         own = replace(config, reward_models=here)
-        plan_role(f"reward_models.{name}", own, inputs.hf, alone, 1)
+        plan_role(f"reward_models.{name}", own, inputs.hf, alone)
     if inputs.prompts is not None:
         names = [f"reward_models.{name}" for name in config.reward_models]
         check_positions(config, inputs.hf, names, inputs.prompts.longest)
