@@ -48,22 +48,22 @@ def plan_engines(
             " give up their weights in each step; set training.lora.publish to 'merged'",
         )
     on_gpus = local_device().type == "cuda"
-    check_placement(config, num_policy_ranks, num_ranks, shares_gpus=on_gpus, started=is_started)
+    hosts = num_ranks // launcher.ranks_per_host() if is_started else 1
+    check_placement(config, num_policy_ranks, hosts, shares_gpus=on_gpus, started=is_started)
 
 
 def check_placement(
     config: RunConfig,
     num_policy_ranks: int,
-    num_ranks: int,
+    hosts: int,
     *,
     shares_gpus: bool,
     started: bool = True,
-    hosts: int = 1,
 ) -> None:
     """Raise `ValueError`, with what to set, unless there are devices for all engines, and the
     configured transport can bring weights to them. `num_policy_ranks`: whose GPUs colocated engines
-    share. `shares_gpus`: trainer and engines both run on GPUs of this machine. `hosts`: their
-    number, if no launcher has `started` the ranks.
+    share. `hosts`: of the run. `shares_gpus`: trainer and engines both run on GPUs of this machine.
+    `started`: whether a launcher has started the ranks.
     """
     rollout, transport = config.rollout, config.weight_sync.transport
     colocated = rollout.placement == "colocated"
@@ -95,7 +95,6 @@ def check_placement(
         " the system lets it copy file descriptors (ptrace); remove that from the variable, or set"
         " weight_sync.transport to 'shared_memory'",
     )
-    hosts = num_ranks // launcher.ranks_per_host() if started else hosts
     require(
         hosts == 1 or transport == "point_to_point",
         f"weight_sync.transport is {transport!r}, which works within one host, but this run has"

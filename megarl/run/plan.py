@@ -366,11 +366,6 @@ def check_eval(config: RunConfig, ranks: int | None = None) -> EvalInputs:
         f"evaluation.samples is {evaluation.samples}, but rollout.temperature is 0, at which"
         " all samples are the same; raise it",
     )
-    require(
-        not (evaluation.prompts.sources and evaluation.sources),
-        "evaluation.sources is set beside evaluation.prompts.sources; evaluation.sources are read"
-        " as evaluation.prompts.source is, so set that, or leave evaluation.sources out",
-    )
     cases = []
     for path in dict.fromkeys(evaluation.models) or [config.model.path]:
         own = replace(config, model=replace(config.model, path=path))

@@ -52,6 +52,7 @@ from megarl.settings.schema import (
 )
 from megarl.settings.serve import ServeRewardConfig
 from megarl.settings.training import (
+    POLICY_TOKENS,
     WITH_PATH,
     AnyRunConfig,
     CriticConfig,
@@ -85,7 +86,9 @@ class EvaluationConfig(Config):
     maj@n; 1: none, unless `sampled_too` is set."""
     models: tuple[PathText, ...] = ()
     """Of `megarl eval`: model folders or hub names, one after another; empty: `model.path`."""
-    sources: tuple[PathText, ...] = ()
+    sources: Annotated[
+        tuple[PathText, ...], Excludes("prompts.sources", "but they are read as prompts.source is")
+    ] = ()
     """Of `megarl eval`: further data sets, read as `prompts` is."""
 
 
@@ -300,7 +303,7 @@ class ReferenceConfig(Config):
     and is then released.
     """
 
-    model: Annotated[ModelConfig, WITH_PATH] = section(ModelConfig)
+    model: Annotated[ModelConfig, WITH_PATH, POLICY_TOKENS] = section(ModelConfig)
     """The model; with an empty path `model`, as it is before training."""
     lora: ReferenceLora = "start"
     """With `training.lora.adapter`, and no `model.path` here: `start` is the model with the adapter

@@ -268,11 +268,6 @@ def plan_other_model(
     """The config.json of the frozen model or critic of section `name`: without a path the policy's,
     `hf`. Raises `ValueError` if it cannot be loaded, or reads other tokens than the policy.
     """
-    require(
-        not model.tokenizer,
-        f"{name}.model.tokenizer is {model.tokenizer}, but the tokens are the policy's; leave"
-        " it out",
-    )
     if not model.path:
         return hf
     theirs = load_model_config(model, setting=f"{name}.model")
@@ -284,10 +279,6 @@ def plan_other_model(
         size == other or (teaches and size < other),
         f"{name}.model.path has a vocabulary of {other} tokens and model.path one of {size};"
         f" set a {name} that was made from the same model",
-    )
-    require(
-        not (judges and model.from_scratch),
-        f"{name}.model.from_scratch is true, but random weights judge nothing; leave it out",
     )
     check_weights(model, head, needs_score=judges)
     if judges or teaches:

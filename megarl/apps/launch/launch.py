@@ -139,10 +139,9 @@ def refuse_placement(config: RunConfig, plan: LaunchPlan, gpus: Gpus) -> None:
     check_placement(
         config,
         len(plan.roles["policy"].ranks),
-        plan.num_ranks,
+        len({gpu.node for gpu in sum(gpus.engines, gpus.ranks)}),
         shares_gpus=not gpus.on_cpu,
         started=False,
-        hosts=len({gpu.node for gpu in sum(gpus.engines, gpus.ranks)}),
     )
 
 
