@@ -140,13 +140,13 @@ def plan_rollouts(
     hf: PretrainedConfig,
     roles: Mapping[str, RolePlace] | None = None,
 ) -> RunInputs:
-    """Load the verifier, session or tools, and the data, which rank 0 reads for all, and try the
-    one on the other. Raises `ValueError` for data, a verifier, or engines' caches that cannot be
-    used. `roles`: models beside the policy that read the prompts.
+    """Load verifier, session or tools, and the data, and try the one on the other; rank 0 does it
+    for all. Raises `ValueError` for data, a verifier, or engines' caches that cannot be used.
+    `roles`: models beside the policy that read the prompts.
     """
-    tools = check_verifier(with_hidden(config))
-    prompts = held_out = None
+    prompts, held_out, tools = None, None, list[dict[str, Any]]()
     if launcher.rank() == 0:
+        tools = check_verifier(with_hidden(config))
         is_read = not config.environment.agent.is_used
         read = functools.partial(
             load_prompts, tokenizer=tokenizer, seed=config.seed, tools=tools, are_read=is_read

@@ -247,6 +247,7 @@ def test_a_recipe_is_read_once_for_all_processes(
     monkeypatch.setattr(run_words, "load", lambda _: lambda _, environment: environment)
     options = parse("run", [path, "--ranks", "2", "--steps", "7"])
     launched = cli.read_recipe("run", options)
+    assert isinstance(launched, config.SftConfig)
     start = run_words.other_processes("run", options, launched)
     assert start is not None and len(reads) == 1
     for name, value in {**start(), "RANK": "1"}.items():  # type: ignore[dict-item]
