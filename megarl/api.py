@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from megarl.checks.named_files import check_named_files
 from megarl.python.inputs import GivenObjects, Rows
 from megarl.python.process import GrowingFile, RunProcess, last_start
+from megarl.run.named_files import check_named_files
 from megarl.settings import config as configs
 from megarl.settings import presets, recipe_paths
 from megarl.settings.config import (

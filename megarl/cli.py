@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megarl.command_line.table import COMMANDS, TASKS, Command
 from megarl.errors import UserError, require, shortened
@@ -153,47 +153,48 @@ def plan(arguments: list[str]) -> Start:
     try:
         if command.arguments:
             load(command.arguments)(options)
-        config_class = kinds.get("") or recipe_class(name, options.recipe)
-        processes = load(command.starts)(name, options, config_class) if command.starts else None
+        config = read_recipe(name, options)
+        processes = load(command.starts)(name, options, config) if command.starts else None
         if processes is not None:
             return Start(processes, 90.0)  # more than it gives the ranks, and then Ray
     except (ValueError, PermissionError) as error:
         raise mistake(error) from error
-    run = partial(run_recipe, command, config_class, options)
+    run = partial(run_recipe, command, config, options)
     return Start(run, command.end_within_s, command.owns_folder)
 
 
-def recipe_class(name: str, recipe: str) -> type[AnyConfig]:
-    """The configuration class of a recipe. Raises `ValueError` if the command does not take its
-    task.
+def read_recipe(name: str, options: Options) -> AnyConfig | ServeRewardConfig:
+    """The configuration of a command's recipe. Raises `ValueError` for a mistake in it, or if the
+    command does not take its task.
     """
     from megarl.settings import config as configs
 
-    config_class = configs.task_class(configs.written_tree(recipe), f"recipe {recipe}")
-    tasks = {task: other for task, other in COMMANDS[name].kinds().items() if other is config_class}
-    allowed = " or ".join(COMMANDS[name].tasks)
-    require(
-        bool(tasks),
-        f"recipe {recipe} has task: {config_class.model_fields['task'].default}, and megarl"
-        f" {name} needs a recipe with task: {allowed}",
-    )
-    return config_class
+    kinds, recipe = COMMANDS[name].kinds(), options.recipe
+
+    def recipe_class(tree: dict[str, Any]) -> type[AnyConfig | ServeRewardConfig]:
+        if "" in kinds:
+            return kinds[""]
+        config_class = configs.task_class(tree, f"recipe {recipe}")
+        require(
+            config_class in kinds.values(),
+            f"recipe {recipe} has task: {config_class.model_fields['task'].default}, and megarl"
+            f" {name} needs a recipe with task: {' or '.join(COMMANDS[name].tasks)}",
+        )
+        return config_class
+
+    say = console.say if os.environ.get("RANK", "0") == "0" else str
+    handed = configs.take_handed()
+    return handed or configs.read(recipe_class, recipe, options.overrides, say)
 
 
-def run_recipe(
-    command: Command, config_class: type[AnyConfig | ServeRewardConfig], options: Options
-) -> int:
-    """Run a command in this process: read the recipe, check everything, run. Raises `UserError` for
-    mistakes in recipe, data or machine.
+def run_recipe(command: Command, config: AnyConfig | ServeRewardConfig, options: Options) -> int:
+    """Run a command in this process: plan everything, run. Raises `UserError` for mistakes in
+    recipe, data or machine.
     """
     from megarl.settings import config as configs
 
     is_main = os.environ.get("RANK", "0") == "0"
     say = console.say if is_main else str
-    try:
-        config = configs.read(config_class, options.recipe, options.overrides, say)
-    except (ValueError, PermissionError) as error:
-        raise mistake(error) from error
     if options.print_config:
         console.result(configs.dump(config).rstrip("\n"))
         return 0
@@ -208,12 +209,12 @@ def run_recipe(
                 from megarl.trainer import threads
 
                 process_env.prepare_environment(threads.process_threads(config))
-                owner = None
-                if command.owns_folder:  # before the imports of the checks, which take seconds
-                    owned = load("megarl.checks.folder_checks:owned_folder")
-                    owner = stack.enter_context(owned(config, starts=not options.check))
+                # Folder and files before the imports of the plan, which take seconds.
+                folder = load("megarl.checkpoints.run_folder:plan_folder")
+                owns, starts = command.owns_folder, not options.check
+                owner = stack.enter_context(folder(config, owns=owns, starts=starts))
                 if command.reads_files and is_main:
-                    files = load("megarl.checks.named_files:check_named_files")
+                    files = load("megarl.run.named_files:check_named_files")
                     files(config, trains=command.owns_folder)
                 with quick_imports():
                     check = load(work.check)
@@ -227,8 +228,9 @@ def run_recipe(
         if options.check:
             console.say(f"checked: {inputs}")
             if command.owns_folder:
-                outlook = load("megarl.checks.run_files:outlook")(config, inputs)
-                console.say(outlook) if outlook else None
+                outlook = load("megarl.checkpoints.run_files:outlook")
+                line = outlook(config, inputs.resume_from, inputs.num_rows)
+                console.say(line) if line else None
             return 0
         with quick_imports():
             run = load(work.run)

@@ -9,6 +9,8 @@ import random
 import socket
 from pathlib import Path
 
+from megarl.system.console import say
+
 LARGEST = 2**20
 
 
@@ -63,6 +65,25 @@ def refuse_wrong() -> None:
             f"the environment variable WORLD_SIZE is {size}, but {' and '.join(missing)}"
             f" {'is' if len(missing) == 1 else 'are'} not set; start the ranks with torchrun"
         )
+
+
+def count_ranks(ranks: int | None) -> int:
+    """`ranks`, or else the launcher's number. Raises `ValueError` as `refuse_wrong`."""
+    if ranks is None:
+        refuse_wrong()
+    return num_ranks() if ranks is None else ranks
+
+
+def refuse_several(command: str, ranks: int | None) -> None:
+    """Raise `ValueError` unless a `command` of one process has one; `ranks` as `count_ranks`."""
+    if (size := count_ranks(ranks)) != 1:
+        raise ValueError(f"megarl {command} runs as one process, but was started as {size} ranks")
+
+
+def warn(message: str) -> None:
+    """Print a warning on standard error, on rank 0, if there is a `message`."""
+    if message and rank() == 0:
+        say(f"megarl: warning: {message}")
 
 
 FIRST = 20_000

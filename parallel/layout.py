@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -91,30 +90,6 @@ class Layout:
     def __str__(self) -> str:
         axes = " x ".join(f"{name} {getattr(self, name)}" for name in self.AXES)
         return axes if self.expert == 1 else f"{axes}, expert {self.expert}"
-
-
-def resolve_role(name: str, layout: Layout, ranks: Sequence[int], num_ranks: int) -> None:
-    """Check `ranks` of the recipe's section `name`: different, ascending, below `num_ranks` and as
-    many as `layout` needs. Raises `ValueError`, with what to set.
-    """
-    if len(set(ranks)) != len(ranks):
-        raise ValueError(f"{name}.ranks is {list(ranks)}, but each must be named once; mend it")
-    if max(ranks) >= num_ranks:
-        own = f"set it to some of 1 to {num_ranks - 1}" if num_ranks > 1 else "leave it out"
-        raise ValueError(
-            f"{name}.ranks is {list(ranks)}, but this run has {num_ranks}"
-            f" rank{'s' if num_ranks > 1 else ''}, counted from 0; {own}, or start"
-            f" {max(ranks) + 1} ranks (torchrun --nproc-per-node)"
-        )
-    if list(ranks) != sorted(ranks):
-        raise ValueError(
-            f"{name}.ranks is {list(ranks)}; set it in ascending order: {sorted(ranks)}"
-        )
-    if layout.size != len(ranks):
-        raise ValueError(
-            f"{name}.layout is {layout} = {layout.size} ranks, but {name} has {len(ranks)}:"
-            f" {list(ranks)}; set {name}.layout or {name}.ranks so that they match"
-        )
 
 
 def resolve(*, data: int, sequence: int, tensor: int, expert: int = 1, num_ranks: int) -> Layout:

@@ -17,6 +17,7 @@ import logging
 import os
 import sys
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 from unittest.mock import patch
@@ -109,11 +110,12 @@ class Agent(LocalElasticAgent):
         os._exit(1)
 
 
-def run_agent(arguments: list[str]) -> int:
-    """Do what torchrun does with these `arguments`. Returns the exit code: 0; that of the rank that
-    failed first; 128 + a signal's number; 2 for a mistake of the user; 1 where a node is lost.
-    Prints errors in one line.
+def run_agent(arguments: list[str], environment: Mapping[str, str] | None = None) -> int:
+    """Do what torchrun does with these `arguments`; the ranks get `environment` too. Returns the
+    exit code: 0; that of the rank that failed first; 128 + a signal's number; 2 for a mistake of
+    the user; 1 where a node is lost. Prints errors in one line.
     """
+    os.environ.update(environment or {})
     Agent.shares_cores = "OMP_NUM_THREADS" not in os.environ
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun sets, with a warning
     # torchrun's own words about ranks that end: the first rank's are printed, or named below.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from megarl.checks.engine_checks import check_placement
+from megarl.engines.plan import check_placement
 from megarl.errors import UserError
 from megarl.parallel.mesh import local_device
 from megarl.settings.config import RunConfig, read

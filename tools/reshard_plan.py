@@ -21,7 +21,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from reshard_files import rank_files
 
-from megarl.checks.engine_checks import check_engine_tensor
+from megarl.engines.plan import check_engine_tensor
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import Axis
 from megarl.parallel.reshard.boxes import ZEROS, Owned

@@ -23,7 +23,7 @@ class TrainingTask(NamedTuple):
 
 TASKS = {
     "rl": TrainingTask(
-        "reinforcement learning", "megarl.checks.preflight:check_train", "megarl.run.loop:main"
+        "reinforcement learning", "megarl.run.plan:plan_run", "megarl.run.loop:main"
     ),
     "sft": TrainingTask(
         "supervised fine-tuning",
@@ -42,7 +42,7 @@ TASKS = {
     ),
     "distill": TrainingTask(
         "on-policy distillation: a teacher's distributions",
-        "megarl.checks.preflight:check_train",
+        "megarl.run.plan:plan_run",
         "megarl.run.distill:main",
     ),
 }
@@ -183,7 +183,7 @@ COMMANDS = {
     "eval": Command(
         summary="score models on held-out problems, with pass@k of several samples",
         tasks=("rl",),
-        check="megarl.checks.preflight:check_eval",
+        check="megarl.run.plan:check_eval",
         run="megarl.run.evaluate:main",
         example="recipe.yaml --model.path runs/mine/checkpoints/step_000100/model",
     ),

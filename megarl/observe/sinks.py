@@ -5,6 +5,7 @@ To add a viewer, write a function like `tensorboard` and name it in `open_sinks`
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import re
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.errors import UserError
+from megarl.errors import UserError, require
 from megarl.settings.observe import ObserveConfig
 from megarl.system.console import say
 from megarl.system.files import UNFINISHED, new_file, parse_json
@@ -253,3 +254,18 @@ def open_sinks(config: ObserveConfig, folder: Path, first_step: int, recipe: Rec
         tensorboard: config.tensorboard,
     }
     return [make(config, folder, first_step, recipe) for make, is_on in asked.items() if is_on]
+
+
+def check_viewers(config: ObserveConfig) -> None:
+    """Raise `ValueError` if a package is missing that the configured metrics need."""
+    for is_set, package, setting, off in (
+        (config.tensorboard, "tensorboard", "observe.tensorboard", "false"),
+        (config.wandb_project, "wandb", "observe.wandb_project", '""'),
+        (config.mlflow_experiment, "mlflow", "observe.mlflow_experiment", '""'),
+        (config.trackio_project, "trackio", "observe.trackio_project", '""'),
+    ):
+        require(
+            not is_set or importlib.util.find_spec(package) is not None,
+            f"{setting} asks for the package {package}, which is not installed; `pip install"
+            f" {package}`, or set {setting} to {off}",
+        )

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from megarl.checks.preflight import EvalCase, EvalInputs
 from megarl.data.chat_template import tags_of
 from megarl.environments.response_text import answer_part, with_tags
 from megarl.errors import UserError
@@ -24,6 +23,7 @@ from megarl.parallel import mesh
 from megarl.rollout.client import RolloutClient
 from megarl.rollout.evaluation import repeated_metrics, summarise_records
 from megarl.rollout.ray_cluster import Cluster
+from megarl.run.plan import EvalCase, EvalInputs
 from megarl.run.rollouts import start_engines, start_service
 from megarl.settings.config import RunConfig, silence_s
 from megarl.settings.environments import EnvironmentConfig

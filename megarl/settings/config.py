@@ -8,6 +8,7 @@ Imports no torch.
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -44,6 +45,7 @@ from megarl.settings.schema import (
 )
 from megarl.settings.serve import ServeRewardConfig
 from megarl.settings.training import (
+    POLICY_TOKENS,
     WITH_PATH,
     AnyRunConfig,
     CriticConfig,
@@ -165,7 +167,7 @@ class ReferenceConfig(Config):
     and is then released.
     """
 
-    model: Annotated[ModelConfig, WITH_PATH] = section(ModelConfig)
+    model: Annotated[ModelConfig, WITH_PATH, POLICY_TOKENS] = section(ModelConfig)
     """The model; with an empty path `model`, as it is before training."""
     lora: ReferenceLora = "start"
     """With `training.lora.adapter`, and no `model.path` here: `start` is the model with the adapter
@@ -317,18 +319,20 @@ def task_class(tree: dict[str, Any], where: str) -> type[AnyConfig]:
 
 
 def read(
-    kind: type[C],
+    kind: type[C] | Callable[[dict[str, Any]], type[C]],
     file: str | Path,
     overrides: Sequence[str] = (),
     say: Callable[[str], object] = str,
 ) -> C:
-    """Read the YAML recipe `file` as class `kind`, changed by the command line's words `overrides`.
-    `say` gets a line for each path found only in the recipe's folder, and for a `file` that is the
-    name of a recipe of megarl. Raises `ValueError` with file, line, dotted key and problem.
+    """Read the YAML recipe `file` as class `kind`, or as the class that `kind` returns for its
+    nested dicts, changed by the command line's words `overrides`. `say` gets a line for each path
+    found only in the recipe's folder, and for a `file` that is the name of a recipe of megarl.
+    Raises `ValueError` with file, line, dotted key and problem.
     """
     path, lines = recipe_paths.recipe_path(file, say), {}
     tree = presets.spelled_out(recipe_file.read_tree(path, lines))
     where = f"recipe {path}"
+    kind = kind if isinstance(kind, type) else kind(tree)
     if overrides:
         changed = recipe_file.override(tree, kind, [presets.long_word(word) for word in overrides])
         sections = {key.rpartition(".")[0] for key in changed}
@@ -348,6 +352,27 @@ def written_tree(file: str | Path) -> dict[str, Any]:
     recipe of megarl. Raises `ValueError` with file and line.
     """
     return presets.spelled_out(recipe_file.read_tree(recipe_paths.recipe_path(file)))
+
+
+HANDED = "MEGARL_CONFIG"
+"""The environment variable with the configuration that a launcher has read for its ranks."""
+
+
+def handed(config: AnyConfig) -> dict[str, str]:
+    """{`HANDED`: `config` as JSON}; empty where that is too long for a variable, so that each rank
+    reads the recipe.
+    """
+    text = json.dumps(config.model_dump())
+    return {HANDED: text} if len(text) < 100_000 else {}
+
+
+def take_handed() -> AnyConfig | None:
+    """The configuration that this rank's launcher has read, if it is a rank of one; once."""
+    text = os.environ.pop(HANDED, "")
+    if not text or "RANK" not in os.environ:
+        return None
+    tree = json.loads(text)
+    return from_tree(task_class(tree, HANDED), tree, where=HANDED)
 
 
 def from_tree(

@@ -42,6 +42,7 @@ from megarl.settings.training import (
     TrainingConfig,
 )
 from megarl.settings.weight_sync import WeightSyncConfig
+from megarl.system.lookup import AGENTS
 
 
 class EvaluationConfig(Config):
@@ -60,7 +61,9 @@ class EvaluationConfig(Config):
     maj@n; 1: none, unless `sampled_too` is set."""
     models: tuple[PathText, ...] = ()
     """Of `megarl eval`: model folders or hub names, one after another; empty: `model.path`."""
-    sources: tuple[PathText, ...] = ()
+    sources: Annotated[
+        tuple[PathText, ...], Excludes("prompts.sources", "but they are read as prompts.source is")
+    ] = ()
     """Of `megarl eval`: further data sets, read as `prompts` is."""
 
 
@@ -286,7 +289,21 @@ def check_tool_variables(config: RunConfig) -> None:
 
 
 def check_agent_prompts(config: RunConfig) -> None:
-    """Raise `ValueError` if an agent, which writes its own messages, would get rendered prompts."""
+    """Raise `ValueError` if an agent, which writes its own messages, would get rendered prompts, or
+    one that plays environments other prompts than theirs.
+    """
+    name, model = config.environment.agent.function, config.environment.agent.model
+    require(
+        name not in AGENTS or model == "policy",
+        f"environment.agent.model is '{model}', but the agent '{name}' asks for 'policy'; leave it"
+        " out",
+    )
+    for key, source in sources(config) if name in AGENTS else ():
+        require(
+            not source.names_data or source.source.startswith(f"{name}:"),
+            f"{key}.source is '{source.source}', but the agent '{name}' plays the environment that"
+            f" its prompts are of; set {key}.source to {name}:NAME",
+        )
     for place, prompts in sources(config) if config.environment.agent.is_used else ():
         require(
             prompts.template == "none" or not prompts.names_data,

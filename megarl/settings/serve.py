@@ -8,9 +8,7 @@ from megarl.settings.limits import LONGEST_WAIT_S, MOST_TOKENS
 from megarl.settings.recipe_paths import OutputText, PathText
 from megarl.settings.rollout import EngineConfig
 from megarl.settings.schema import Config, Excludes, Needs, Of, Range, Without, require, section
-from megarl.settings.training import ModelConfig
-
-JUDGES_NOTHING = Without("from_scratch", why="but random weights judge nothing")
+from megarl.settings.training import JUDGES_NOTHING, ModelConfig
 
 
 class ServedModelConfig(Config):

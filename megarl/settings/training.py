@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from megarl.settings.limits import LONGEST_WAIT_S, MOST_RANKS, MOST_SAMPLES, MOST_STEPS, MOST_TOKENS
 from megarl.settings.recipe_paths import OutputText, PathText
-from megarl.settings.schema import Config, Excludes, Needs, Of, Range, require, section
+from megarl.settings.schema import Config, Excludes, Needs, Of, Range, Without, require, section
 
 SharePrefix = Literal["auto", "on", "off"]
 Task = Literal["rl", "sft", "preference", "reward_model", "distill"]
@@ -28,6 +28,8 @@ class ModelConfig(Config):
 WITH_PATH = Of("model.path", why="but no path, so that they would do nothing")
 """Marks the section `model` of a model that has the policy's weights where `model.path` is
 empty."""
+POLICY_TOKENS = Without("tokenizer", why="but the tokens are the policy's")
+JUDGES_NOTHING = Without("from_scratch", why="but random weights judge nothing")
 
 
 class AnyRunConfig(Config):
@@ -68,7 +70,7 @@ class LayoutConfig(Config):
 class RoleConfig(Config):
     """A model beside the policy, such as the reference: its weights, ranks and sharding."""
 
-    model: Annotated[ModelConfig, WITH_PATH] = section(ModelConfig)
+    model: Annotated[ModelConfig, WITH_PATH, POLICY_TOKENS] = section(ModelConfig)
     """The model; with an empty path the policy's. The tokenizer is always the policy's."""
     ranks: Annotated[tuple[int, ...], Range(0, MOST_RANKS - 1)] = ()
     """Ranks that only this role uses; empty: it shares the policy's ranks."""
@@ -193,7 +195,9 @@ class RewardModelRoleConfig(RoleConfig):
     trains. It reads the policy's tokens, so its tokenizer is the policy's.
     """
 
-    model: Annotated[ModelConfig, Needs(CLASSIFIER, "path")] = section(ModelConfig)
+    model: Annotated[ModelConfig, Needs(CLASSIFIER, "path"), POLICY_TOKENS, JUDGES_NOTHING] = (
+        section(ModelConfig)
+    )
     weight: Annotated[float, Range(-1e6, 1e6)] = 1.0
     """Factor of its score in the reward."""
 

@@ -12,14 +12,13 @@ import contextlib
 import re
 import sys
 
-import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
 from megarl.parallel.mesh import ProcessMesh
 from megarl.parallel.tensor import Shard
 from megarl.trainer.compilation import drop_stale_locks
-from megarl.trainer.sharding import WORD_STYLES, kv_heads, refuse_tensor
+from megarl.trainer.sharding import WORD_STYLES, kv_heads
 
 
 def shard_with_autotp(model: PreTrainedModel, mesh: ProcessMesh) -> dict[str, Shard]:
@@ -36,7 +35,6 @@ def shard_with_autotp(model: PreTrainedModel, mesh: ProcessMesh) -> dict[str, Sh
     from deepspeed.module_inject.autotp_config import AutoTPConfig
     from deepspeed.module_inject.tp_plan_converter import TPPlanConverter
 
-    refuse_autotp(model.config, axis.size)
     plan = {name: style for name, style in model.tp_plan.items() if style not in WORD_STYLES}
     drop_stale_locks()
     with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
@@ -84,10 +82,18 @@ def shards_of(model: nn.Module) -> dict[str, Shard]:
     return shards
 
 
-def refuse_cut_parameters(model: PreTrainedModel, tensor: int) -> None:
-    """Raise `ValueError` for a parameter with an entry per attention head outside a linear layer,
-    such as sinks: AutoTP would split the heads alone.
+def refuse_autotp(model: PreTrainedModel, tensor: int) -> None:
+    """Raise `ValueError` if AutoTP cannot shard the model over `tensor` ranks: it has too few key
+    heads, or a parameter with an entry per head outside a linear layer, such as sinks.
     """
+    heads = kv_heads(model.config)
+    if heads % tensor:
+        raise ValueError(
+            f"training.layout.tensor is {tensor}, but the model's num_key_value_heads is {heads}:"
+            " DeepSpeed AutoTP would leave ranks without attention heads; set"
+            " training.tensor_backend to plan, which copies key heads, or training.layout.tensor"
+            f" to a divisor of {heads}"
+        )
     patterns = "|".join(
         re.escape(name).replace(r"\*", r"\d+") for name in (model.tp_plan if tensor > 1 else ())
     )
@@ -98,16 +104,3 @@ def refuse_cut_parameters(model: PreTrainedModel, tensor: int) -> None:
                 f" {model.config.model_type} whole, since it is of no linear layer, but its heads"
                 " are cut; set training.tensor_backend to plan"
             )
-
-
-def refuse_autotp(config: transformers.PretrainedConfig, tensor: int) -> None:
-    """Raise `ValueError` if AutoTP cannot shard such a model over `tensor` ranks."""
-    refuse_tensor(config, tensor)
-    heads = kv_heads(config)
-    if heads % tensor:
-        raise ValueError(
-            f"training.layout.tensor is {tensor}, but the model's num_key_value_heads is {heads}:"
-            " DeepSpeed AutoTP would leave ranks without attention heads; set"
-            " training.tensor_backend to plan, which copies key heads, or training.layout.tensor"
-            f" to a divisor of {heads}"
-        )

@@ -67,7 +67,7 @@ DataRows = DemonstrationList | PreferenceList
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What `megarl.checks.preflight` has loaded, on every rank. Data, checkpoint and lease are on
+    """What `megarl.run.plan` has loaded, on every rank. Data, checkpoint and lease are on
     rank 0 only.
     """
 
@@ -93,7 +93,7 @@ class RunInputs:
     owner: Lease | None = None
     """By which this run owns its folder; None where nobody does."""
     tools: list[dict[str, Any]] = field(default_factory=list)
-    """Tools that prompts show, in OpenAI's format."""
+    """Tools that prompts show, in OpenAI's format; on rank 0."""
     table: list[ParameterSpec] | None = None
     """On the policy's first rank: how engines store each tensor of the model, if weights are
     sent."""

@@ -30,9 +30,9 @@ from megarl.parallel.tensor import Shard, replicas, whole_shapes
 from megarl.settings.schema import require
 from megarl.settings.training import ModelConfig
 from megarl.system.third_party import opening
-from megarl.trainer.attention import ATTENTION, refuse_unsupported
+from megarl.trainer.attention import ATTENTION
 from megarl.trainer.experts import EXPERTS, num_experts, refuse_experts
-from megarl.trainer.heads import SCORING, HeadName, refuse_head, use_score_head
+from megarl.trainer.heads import SCORING, HeadName, use_score_head
 from megarl.trainer.model_config import load_model_config
 from megarl.trainer.weights import (
     CheckpointWeights,
@@ -103,9 +103,6 @@ def open_weights(
     supported, or has no score head despite `needs_score`.
     """
     whole = empty_model(config)
-    refuse_unsupported(whole.config)
-    if head not in SCORING:
-        refuse_head(whole)
     if not config.from_scratch:
         shape = shape_of(config.path, SCORE)
         classifies = shape is not None

@@ -64,9 +64,10 @@ def sized_parameters(config: ModelConfig, tensor: int, expert: int = 1) -> list[
     # Imported here: the modules of transformers take seconds.
     from megarl.trainer.experts import expert_shards
     from megarl.trainer.loading import empty_model
-    from megarl.trainer.sharding import shard_model
+    from megarl.trainer.sharding import refuse_tensor, shard_model
 
     model = empty_model(config)
+    refuse_tensor(model.config, tensor)
     shards = shard_model(model, Axis("tensor", tensor, 0, tuple(range(tensor)), None))
     shapes = whole_shapes(model, shards)
     shards |= expert_shards(model, expert * tensor)

@@ -31,7 +31,6 @@ from megarl.trainer.heads import (
     LogProbHead,
     SoftTargets,
     drop_output_head,
-    refuse_head,
     use_score_head,
 )
 from megarl.trainer.logits import logit_transform
@@ -76,7 +75,6 @@ class RoleModel(nn.Module):
         head: HeadName = "logprobs",
     ) -> None:
         super().__init__()
-        refuse_head(model)
         self.model, self.mesh = model, mesh
         self.head: HeadName = head
         self.windows = layer_windows(model.config)

@@ -8,8 +8,9 @@ import torch
 
 from megarl.errors import UserError
 from megarl.kernels.linear import ONEDNN
+from megarl.parallel import launcher
 from megarl.parallel.mesh import local_device
-from megarl.settings.config import AnyConfig
+from megarl.settings.config import AnyConfig, RunConfig
 from megarl.settings.schema import replace, require
 from megarl.settings.training import Precision, TrainingConfig
 
@@ -76,14 +77,35 @@ def check_precision(training: TrainingConfig, device: torch.device) -> None:
     """Raise `ValueError`, with what to set, if `training.precision` cannot be used on `device`.
     bfloat16x2 is float32 whose matrix products are sums of bfloat16 products.
     """
-    name = torch.cuda.get_device_name(0) if device.type == "cuda" else ""
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        _refuse_bfloat16("training.precision", training.precision)
     require(
-        not name or training.precision != "bfloat16" or has_bfloat16(),
-        f"training.precision is 'bfloat16', which {name} does not compute in; set it to"
-        " 'float16', or use GPUs of the Ampere generation or newer",
-    )
-    require(
-        training.precision != "bfloat16x2" or (not name and ONEDNN is not None),
+        training.precision != "bfloat16x2" or (not on_gpu and ONEDNN is not None),
         "training.precision is 'bfloat16x2', which is for processors with AVX-512; set it to"
         " 'bfloat16' on GPUs, and to 'float32' elsewhere",
+    )
+
+
+def _refuse_bfloat16(setting: str, dtype: str) -> None:
+    """Raise `ValueError` if `setting` is bfloat16 and GPU 0 is older than Ampere."""
+    require(
+        dtype != "bfloat16" or has_bfloat16(),
+        f"{setting} is 'bfloat16', which {torch.cuda.get_device_name(0)} does not compute in; set"
+        " it to 'float16', or use GPUs of the Ampere generation or newer",
+    )
+
+
+def check_gpus(config: RunConfig) -> None:
+    """Raise `ValueError` if the recipe asks engines for bfloat16 on GPUs older than Ampere, or for
+    several ranks on a MIG slice. Needs a GPU.
+    """
+    name, engine = torch.cuda.get_device_name(0), config.rollout.engine
+    _refuse_bfloat16("rollout.engine.dtype", engine.dtype)
+    ranks = launcher.ranks_per_host()
+    require(
+        "MIG" not in name or (ranks == 1 and engine.tensor == 1),
+        f"this GPU is a slice ({name}), of which a process sees one and between which NCCL sends"
+        f" nothing, but the run has {ranks} ranks here and rollout.engine.tensor {engine.tensor};"
+        " start one rank with rollout.engine.tensor 1, or turn MIG off (nvidia-smi -mig 0)",
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.parallel.layout import Layout, resolve, resolve_role
+from megarl.parallel.layout import Layout, resolve
 from megarl.settings.config import AnyConfig, PreferenceConfig, RunConfig
 from megarl.settings.schema import replace, require
 from megarl.settings.training import (
@@ -47,15 +47,23 @@ def policy_ranks(config: RunConfig, num_ranks: int) -> tuple[int, ...]:
     return tuple(rank for rank in range(num_ranks) if rank not in reserved)
 
 
-def place_role(name: str, role: RoleConfig, *, policy: RolePlace, num_ranks: int) -> RolePlace:
+def place_role(name: str, role: RoleConfig, policy: RolePlace) -> RolePlace:
     """Where the model of section `name` is; without `role.ranks` on the policy's. Raises
-    `ValueError` if the layout does not fit the ranks, or some are the policy's too.
+    `ValueError` if the layout does not fit the ranks, or these are not ascending or the policy's.
     """
     shared = set(role.ranks) & set(policy.ranks)
     require(
         not shared,
         f"{name}.ranks is {list(role.ranks)} and the policy has {list(policy.ranks)}: two roles"
         f" share all of their ranks or none; leave {name}.ranks out, or give it ranks of its own",
+    )
+    require(
+        len(set(role.ranks)) == len(role.ranks),
+        f"{name}.ranks is {list(role.ranks)}, but each must be named once; mend it",
+    )
+    require(
+        list(role.ranks) == sorted(role.ranks),
+        f"{name}.ranks is {list(role.ranks)}; set it in ascending order: {sorted(role.ranks)}",
     )
     if not role.ranks and role.layout == LayoutConfig():
         return policy
@@ -65,8 +73,6 @@ def place_role(name: str, role: RoleConfig, *, policy: RolePlace, num_ranks: int
     except ValueError as error:  # in the words of the policy
         text = str(error).replace("training.layout", f"{name}.layout")
         raise ValueError(text.replace("this run has", f"{name} has")) from None
-    if role.ranks:
-        resolve_role(name, layout, ranks, num_ranks)
     return RolePlace(ranks, layout)
 
 
@@ -76,10 +82,7 @@ def role_places(config: RunConfig, num_ranks: int) -> dict[str, RolePlace]:
     """
     ranks = policy_ranks(config, num_ranks)
     policy = RolePlace(ranks, resolve(**dict(config.training.layout), num_ranks=len(ranks)))
-    others = {
-        name: place_role(name, role, policy=policy, num_ranks=num_ranks)
-        for name, role in config.other_roles.items()
-    }
+    others = {name: place_role(name, role, policy) for name, role in config.other_roles.items()}
     return {"policy": policy} | others
 
 

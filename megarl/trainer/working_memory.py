@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from megarl.parallel.layout import Layout
 from megarl.settings.config import RunConfig
+from megarl.settings.schema import require
 from megarl.settings.training import TrainingConfig
 from megarl.settings.weight_sync import BUCKET_BYTES
 from megarl.trainer.memory import BYTES, SizedParameter, role_memory
@@ -36,6 +37,23 @@ def most_share(kept: int, gpu_bytes: float) -> float:
     policy; not above 0 if no engine fits.
     """
     return int(100 * (1 - kept / gpu_bytes)) / 100
+
+
+def check_gpu_share(
+    config: RunConfig, parameters: Sequence[SizedParameter], layout: Layout, gpu_bytes: int
+) -> None:
+    """Raise `ValueError`, with the largest possible setting, unless a GPU of `gpu_bytes` has room
+    for a colocated engine beside what the policy keeps there.
+    """
+    share = config.rollout.engine.gpu_memory_utilization
+    kept = kept_memory(parameters, layout, config)
+    require(
+        config.rollout.placement != "colocated" or share * gpu_bytes + kept <= gpu_bytes,
+        f"rollout.engine.gpu_memory_utilization is {share:g} of a GPU of {gpu_bytes / 2**30:.1f}"
+        f" GiB, where the policy keeps {kept / 2**30:.1f} GiB while engines generate and receive"
+        " weights (its own weights, those that ZeRO 3 gathers for the probe, buckets, CUDA and"
+        f" NCCL); set it to at most {most_share(kept, gpu_bytes):g}",
+    )
 
 
 def _gathered(sizes: Sequence[int], training: TrainingConfig) -> int:

@@ -128,7 +128,7 @@ def run(case: Case, folder: Path, model: Path) -> Outcome:
         stack.enter_context(mock.patch.dict(os.environ, settings, clear=True))
         if not case.verifier:
             # A process a case is most of its time; the cases of verifiers start one.
-            checks = "megarl.checks.preflight.check_verifier"
+            checks = "megarl.run.plan.check_verifier"
             stack.enter_context(mock.patch(checks, return_value=[]))
         printed = stack.enter_context(captured())
         started = time.monotonic()

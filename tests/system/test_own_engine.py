@@ -10,7 +10,7 @@ import transformers
 from support.commands import ROOT, megarl, records, tiny_run, write_recipe
 from support.tiny import write_model
 
-from megarl.checks.engine_checks import check_engine_kind
+from megarl.engines.plan import check_engine_kind
 
 
 def test_a_run_on_an_engine_of_a_file(tmp_path: Path) -> None:

@@ -240,15 +240,12 @@ def test_mistakes_are_one_line_and_failures_another_error(
 
 @pytest.mark.parametrize(("call", "says"), [
     ("resolve(data=1, sequence=1, tensor=2, num_ranks=1)", "or start 2 ranks"),
-    ("resolve_role('critic', Layout(), [2], 1)", "this run has 1 rank, counted from 0; leave it"
-     " out, or start 3 ranks"),
-    ("resolve_role('critic', Layout(), [2], 2)", "set it to some of 1 to 1, or start 3 ranks"),
 ])  # fmt: skip
 def test_too_few_ranks_are_told_as_an_argument(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, says: str
 ) -> None:
     code = f"""
-from megarl.parallel.layout import Layout, resolve, resolve_role
+from megarl.parallel.layout import resolve
 try:
     {call}
 except ValueError as error:

@@ -24,7 +24,6 @@ LAYERS = (
     {"engines"},
     {"rollout"},
     {"trainer"},
-    {"checks"},
     {"run"},
     {"apps"},
     {"command_line", "python"},

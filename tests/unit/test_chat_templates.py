@@ -24,7 +24,6 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from megarl.apps.serve.judge import JudgePrompt
 from megarl.apps.tools.markup import TurnMarkup
-from megarl.checks.model_checks import stop_tokens
 from megarl.data.chat_template import end_of_turn, without_end
 from megarl.data.demonstrations import load_demonstrations
 from megarl.data.preferences import load_preferences
@@ -41,6 +40,7 @@ from megarl.settings.data import (
 from megarl.settings.serve import JudgeConfig
 from megarl.settings.training import ModelConfig
 from megarl.trainer.model_config import load_model_config
+from megarl.trainer.plan import stop_tokens
 
 SECTIONS = {
     "prompts": PromptsConfig, "demonstrations": DemonstrationsConfig,

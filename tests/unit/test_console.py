@@ -340,7 +340,7 @@ print(shutil.which("ninja"), os.environ.get("TORCH_EXTENSIONS_DIR"))
 
 
 def test_a_folder_is_taken_by_a_run_that_made_a_step(tmp_path: Path) -> None:
-    from megarl.checks.folder_checks import check_folder
+    from megarl.checkpoints.run_folder import check_folder
 
     for name in ("recipe.yaml", "run.log", "evaluations.jsonl"):
         (tmp_path / name).write_text("{}\n")
@@ -351,7 +351,9 @@ def test_a_folder_is_taken_by_a_run_that_made_a_step(tmp_path: Path) -> None:
     metrics.write_text('{"step": 1}\n')
     with pytest.raises(ValueError, match="no checkpoint to resume from"):
         check_folder(str(tmp_path), resume=False)
-    check_folder(str(tmp_path), resume=True)
+    check_folder(str(tmp_path), resume="auto")
+    with pytest.raises(ValueError, match=r"resume is true, .* has no checkpoint; set resume"):
+        check_folder(str(tmp_path), resume=True)
     (checkpoints / "step_000001").mkdir()
     with pytest.raises(ValueError, match="already holds a run, at step 1; set resume to true"):
         check_folder(str(tmp_path), resume=False)

@@ -267,13 +267,12 @@ def read_megarl(words: list[str], recipe: str) -> str:
         return ""
     name, *rest = words
     command = COMMANDS[name]
-    if kinds := command.kinds():
+    if command.kinds():
         refuse_unknown(name, rest)
         options = parse(name, rest)
         if command.arguments:
             cli.load(command.arguments)(options)
-        kind = kinds.get("") or cli.recipe_class(name, options.recipe)
-        config.read(kind, options.recipe, options.overrides)
+        cli.read_recipe(name, options)
         return needed_by(rest[0], words)
     with parsing(), pytest.raises(Parsed):
         cli.plan(words).run()

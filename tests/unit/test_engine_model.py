@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import transformers
+from support.tiny import write_model
 from transformers import (
     Gemma2Config,
     GemmaConfig,
@@ -17,10 +18,10 @@ from transformers import (
     Qwen3Config,
 )
 
-from megarl.checks.engine_checks import check_engine_model
-from megarl.checks.model_checks import unused_weights
+from megarl.engines.plan import check_engine_model
 from megarl.settings.training import ModelConfig
 from megarl.trainer.model_config import config_problem
+from megarl.trainer.plan import plan_model
 
 
 @pytest.mark.parametrize("kind", [Qwen2Config, Qwen3Config, LlamaConfig, MistralConfig])
@@ -38,12 +39,17 @@ def test_a_causal_model_of_another_family_is_not_refused() -> None:
     check_engine_model(Gemma2Config(hidden_act="gelu_pytorch_tanh"))
 
 
-def test_weights_that_are_not_used_are_a_warning(tmp_path: Path) -> None:
-    config = ModelConfig(path=str(tmp_path), from_scratch=True)
-    assert not unused_weights(config)
-    (tmp_path / "model.safetensors").touch()
-    assert "are not used" in unused_weights(config)
-    assert not unused_weights(ModelConfig(path=str(tmp_path)))
+def test_weights_that_are_not_used_are_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(write_model(tmp_path / "model"))
+    plan_model(ModelConfig(path=path))
+    assert "are not used" not in capsys.readouterr().err
+    plan_model(ModelConfig(path=path, from_scratch=True))
+    assert "are not used" in capsys.readouterr().err
+    (tmp_path / "model" / "model.safetensors").unlink()
+    plan_model(ModelConfig(path=path, from_scratch=True))
+    assert "are not used" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("cap", [0.0, -1.0])

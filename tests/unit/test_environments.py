@@ -22,9 +22,9 @@ from support.commands import python, started
 from support.environments import PROMPT, ask, opened, run, together
 
 from megarl.apps.verifiers.notation import plain_number
-from megarl.checks.verifier_trial import check_verifier
 from megarl.environments.isolation import MOVES_SINCE, SCOPES_SINCE, landlock_version
 from megarl.environments.scoring import Environment, overlong_penalty
+from megarl.environments.trial import check_verifier
 from megarl.environments.verifiers import VERIFIERS
 from megarl.settings.environments import EnvironmentConfig, OverlongConfig, RemoteConfig
 from megarl.settings.verifiers import (

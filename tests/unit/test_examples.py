@@ -17,8 +17,8 @@ from make_programs import compiled, from_left, mistaken
 from megarl import RunConfig, SftConfig
 from megarl.apps.tune.tune_checks import check_sft
 from megarl.apps.verifiers.code.code_verifier import code
-from megarl.checks.preflight import check_run
 from megarl.environments.scores import Score
+from megarl.run.plan import plan_run
 from megarl.settings import config
 from megarl.types import Prompt
 
@@ -143,4 +143,4 @@ def test_recipes_of_programs_pass_the_checks(
     sources: dict[str, Any] = {"model.from_scratch": True, "prompts.source": task / "train.jsonl"}
     sources["evaluation.prompts.source"] = task / "held_out.jsonl"
     small = config.read(RunConfig, RECIPES / "programs.yaml", changed(**sources))
-    assert check_run(small, num_ranks=1).prompts is not None
+    assert plan_run(small).prompts is not None

@@ -20,7 +20,7 @@ from megarl import cli
 from megarl.apps.runs.report import write_report
 from megarl.apps.tune.reference_scores import read_scores, write_scores
 from megarl.checkpoints import lease, manifest
-from megarl.checks.folder_checks import check_writable, owned_folder
+from megarl.checkpoints.run_folder import check_writable, plan_folder
 from megarl.errors import UserError
 from megarl.ledger.journal import Reader
 from megarl.observe.sinks import read_records
@@ -93,7 +93,7 @@ def test_what_is_no_file_or_folder_is_refused_by_every_door(tmp_path: Path, kind
         message = str(said.value)
         assert message.startswith(f"{path} is {found}, ") and "move it away" in message
         for starts in (True, False):
-            with pytest.raises(ValueError, match=name), owned_folder(config, starts=starts):
+            with pytest.raises(ValueError, match=name), plan_folder(config, starts=starts):
                 pass
         with pytest.raises(ValueError, match=name):
             check_writable(str(run), setting="folder")
@@ -178,7 +178,7 @@ def test_damaged_scores_of_a_reference_are_computed_anew(tmp_path: Path, content
     ("evaluations", '{"step": 3, "eval/accuracy": 1, "transcripts": 7}'),
 ])  # fmt: skip
 def test_metrics_of_a_wrong_type_are_named(tmp_path: Path, name: str, record: str) -> None:
-    from megarl.checks.run_files import check_run_files
+    from megarl.checkpoints.run_files import check_run_files
 
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5, "kl": null}\n')
     (tmp_path / "evaluations.jsonl").write_text('{"step": 1, "eval/x": 1, "transcripts": []}\n')

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.checks.preflight import algorithm_warning
 from megarl.errors import UserError
 from megarl.parallel.mesh import Axis
 from megarl.run.evaluate import refuse_broken
+from megarl.run.plan import algorithm_warning
 from megarl.settings.environments import EnvironmentConfig, OverlongConfig
 from megarl.settings.objectives import AlgorithmConfig
 from megarl.settings.training import OptimizerConfig

@@ -17,13 +17,13 @@ import torch.distributed as dist
 
 from megarl.apps.doctor import doctor
 from megarl.apps.doctor.doctor import ProgramOutcome
-from megarl.checks.engine_checks import check_placement
-from megarl.checks.preflight import check_gpus
+from megarl.engines.plan import check_placement
 from megarl.errors import UserError
 from megarl.parallel import devices, mesh
 from megarl.settings.config import RunConfig, read
 from megarl.trainer.precision import (
     automatic_precision,
+    check_gpus,
     check_precision,
     refuse_different,
     slow_line,

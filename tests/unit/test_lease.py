@@ -229,7 +229,7 @@ def test_a_run_notices_that_it_lost_the_folder(
 
 def test_a_second_start_is_refused_without_heavy_imports() -> None:
     heavy = "[m for m in ('torch', 'ray', 'transformers', 'deepspeed') if m in sys.modules]"
-    code = f"import sys, megarl.cli, megarl.checks.folder_checks; print({heavy})"
+    code = f"import sys, megarl.cli, megarl.checkpoints.run_folder; print({heavy})"
     done = python("-c", code)
     assert done.stdout.strip() == "[]", done.stderr
 

@@ -24,7 +24,6 @@ from megarl.checkpoints.progress import (
     read_progress,
     write_progress,
 )
-from megarl.checks.model_checks import check_export, check_model, stop_tokens
 from megarl.errors import UserError
 from megarl.settings.config import PreferenceConfig
 from megarl.settings.data import PreferencesConfig
@@ -32,6 +31,7 @@ from megarl.settings.schema import replace
 from megarl.settings.training import LoraConfig, ModelConfig, TrainingConfig
 from megarl.trainer.heads import use_score_head
 from megarl.trainer.loading import check_weights, empty_model, generation_config, load_model
+from megarl.trainer.plan import check_export, plan_model, stop_tokens
 from megarl.trainer.role_placement import reference_adapter
 from megarl.trainer.weights import RandomWeights
 
@@ -353,7 +353,7 @@ def test_a_generation_config_is_carried_over_as_it_is(tmp_path: Path, content: s
     config = ModelConfig(path=str(write_model(tmp_path)))
     file, out = tmp_path / "generation_config.json", tmp_path / "out"
     file.write_text(content)
-    tokenizer, hf = check_model(config)
+    tokenizer, hf = plan_model(config)
     stop_tokens(tokenizer, config, hf)
     check_export(config, tokenizer, hf)
     model, kept = empty_model(config), generation_config(config)

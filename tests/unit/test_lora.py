@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from support.tiny import adapter_shapes, random_adapter, write_adapter, write_model
 
 from megarl.checkpoints.adapter_files import CONFIG, PREFIX, SCORE, TENSORS, read_adapter
-from megarl.checks.model_checks import adapter_warning, check_adapters
 from megarl.settings.schema import replace
 from megarl.settings.training import LoraConfig, ModelConfig, TrainingConfig
 from megarl.trainer.loading import empty_model
 from megarl.trainer.lora import A, Adapters, B, MergedWeights, chosen_layers, new_adapter
+from megarl.trainer.plan import check_adapters
 
 LORA = LoraConfig(rank=2, alpha=6.0, targets=("q_proj", "down_proj"))
 
@@ -140,16 +140,19 @@ def test_an_adapter_of_a_base_with_other_weights_is_refused(
 
 
 def test_an_adapter_without_a_digest_is_warned_about(
-    model: str, adapter: LoraConfig, tmp_path: Path
+    model: str, adapter: LoraConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As PEFT writes it: only the name of the base model can be compared."""
-    assert not adapter_warning(adapter, ModelConfig(path="elsewhere"))
+    check_adapters(adapter, ModelConfig(path=model))
+    assert not capsys.readouterr().err
     tensors = {name: torch.randn(shape) for name, shape in adapter_shapes(model, LORA).items()}
     write_adapter(tmp_path / "bare", tensors, LORA, base="org/Some-8B", base_digest="")
     bare = replace(LORA, adapter=str(tmp_path / "bare"))
     check_adapters(bare, ModelConfig(path=model))
-    assert "was made for 'org/Some-8B'" in adapter_warning(bare, ModelConfig(path=model))
-    assert not adapter_warning(bare, ModelConfig(path="/models/Some-8B"))
+    assert "was made for 'org/Some-8B'" in capsys.readouterr().err
+    (tmp_path / "Some-8B").symlink_to(model)
+    check_adapters(bare, ModelConfig(path=str(tmp_path / "Some-8B")))
+    assert not capsys.readouterr().err
 
 
 def test_a_score_head_is_read_where_the_model_has_one(model: str, tmp_path: Path) -> None:

@@ -21,15 +21,15 @@ from support.environments import run
 from support.reward_servers import Answer, Scripted, serving
 from support.tiny import groups, write_model
 
-from megarl.checks.preflight import check_eval, check_train
-from megarl.checks.verifier_trial import LEAST_ROWS, rows_to_try
 from megarl.data.order import Interleaving, Order
 from megarl.data.source import PromptList, load_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.scoring import Environment
+from megarl.environments.trial import LEAST_ROWS, rows_to_try
 from megarl.rollout.batch import describe
 from megarl.rollout.evaluation import summarise_records
 from megarl.run.evaluate import over_samples
+from megarl.run.plan import check_eval, plan_run
 from megarl.settings import config as recipes
 from megarl.settings.config import RunConfig
 from megarl.settings.data import PromptsConfig, PromptSourceConfig, exact
@@ -279,7 +279,7 @@ def tree(place: Path, **changes: Any) -> dict[str, Any]:
 
 def test_a_recipe_with_a_mixture_passes_all_checks(place: Path) -> None:
     config = recipes.from_tree(RunConfig, tree(place), where="recipe")
-    inputs = check_train(config, 1)
+    inputs = plan_run(config, 1)
     assert inputs.prompts is not None and inputs.held_out is not None
     assert len(inputs.prompts) == 17 and len(inputs.held_out) == 9
     assert str(inputs).endswith("17 prompts")
@@ -314,7 +314,7 @@ def test_what_does_not_fit_is_one_error(
     changes: dict[str, Any], says: list[str], place: Path
 ) -> None:
     with pytest.raises(ValueError) as error:
-        check_train(recipes.from_tree(RunConfig, tree(place, **changes), where="recipe"), 1)
+        plan_run(recipes.from_tree(RunConfig, tree(place, **changes), where="recipe"), 1)
     message = str(error.value)
     assert "\n" not in message
     for part in says:
@@ -325,7 +325,7 @@ def test_a_row_with_an_unknown_name_is_refused(place: Path) -> None:
     rows = [{"prompt": "1", "answer": "1", "judge": name} for name in ("math", "maths")]
     wrong = tree(place, evaluation__prompts__source=write_rows(place / "odd.jsonl", rows))
     with pytest.raises(ValueError, match=r"row 1 .*'maths'.*math, letter"):
-        check_train(recipes.from_tree(RunConfig, wrong, where="recipe"), 1)
+        plan_run(recipes.from_tree(RunConfig, wrong, where="recipe"), 1)
 
 
 def test_every_named_verifier_is_tried_before_a_run(place: Path, tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ def test_every_named_verifier_is_tried_before_a_run(place: Path, tmp_path: Path)
     (tmp_path / "own.py").write_text("def score(prompt, response):\n    return 1 / 0\n")
     wrong = tree(place, environment__mixture__letter={"verifier": f"{tmp_path}/own.py:score"})
     with pytest.raises(ValueError, match=r"mixture.letter.verifier .*ZeroDivisionError"):
-        check_train(recipes.from_tree(RunConfig, wrong, where="recipe"), 1)
+        plan_run(recipes.from_tree(RunConfig, wrong, where="recipe"), 1)
 
 
 def test_thirds_written_with_six_digits_are_thirds() -> None:
@@ -402,7 +402,7 @@ def test_recipes_of_the_pages_pass_the_checks(
     whole |= shown
     whole["prompts"]["max_prompt_tokens"] = 64
     whole["training"]["micro_batch_tokens"] = 128
-    inputs = check_train(recipes.from_tree(RunConfig, whole, where="recipe"), 1)
+    inputs = plan_run(recipes.from_tree(RunConfig, whole, where="recipe"), 1)
     assert inputs.prompts is not None and len(inputs.prompts) in (5, 10)
 
 
@@ -434,10 +434,10 @@ def test_rows_are_read_by_the_settings_of_their_own_verifier(
     whole["environment"]["mixture"] = mixture
     for section in (whole["prompts"], whole["evaluation"]["prompts"]):
         section["max_prompt_tokens"] = 8
-    check_train(recipes.from_tree(RunConfig, whole, where="recipe"), 1)
+    plan_run(recipes.from_tree(RunConfig, whole, where="recipe"), 1)
     assert "environment.mixture.length.code: programs run" in capfd.readouterr().err
     rows[-1 if verifier == "length" else 5] |= {"cases": []}
     whole["evaluation"]["prompts"]["source"] = write_rows(tmp_path / "held.jsonl", rows)
     said = rf"evaluation.prompts, verifier .code., row \d: .*mixture.{verifier}.code.tests_column"
     with pytest.raises(ValueError, match=said):
-        check_train(recipes.from_tree(RunConfig, whole, where="recipe"), 1)
+        plan_run(recipes.from_tree(RunConfig, whole, where="recipe"), 1)

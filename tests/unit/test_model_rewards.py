@@ -17,13 +17,13 @@ from support.tiny import groups
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
-from megarl.checks.layout_checks import refuse_other_tokenizer
 from megarl.data.tokenizer import pad_apart
 from megarl.errors import UserError
 from megarl.objectives.advantages import ADVANTAGES
 from megarl.parallel.mesh import Axis
 from megarl.settings.training import ModelConfig
 from megarl.trainer.model_rewards import RewardModels
+from megarl.trainer.plan import refuse_other_tokenizer
 from megarl.types import StepBatch
 
 CPU = torch.device("cpu")

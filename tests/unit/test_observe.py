@@ -20,7 +20,7 @@ import megarl
 from megarl.apps.runs import report
 from megarl.apps.runs.report import main as report_command
 from megarl.apps.runs.report import write_report
-from megarl.checks.run_files import check_run_files
+from megarl.checkpoints.run_files import check_run_files
 from megarl.errors import UserError
 from megarl.observe.live_report import LiveReport
 from megarl.observe.observer import Observer, shown_metrics

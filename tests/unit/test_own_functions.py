@@ -10,11 +10,11 @@ import pytest
 import torch
 from support.documented import block
 
-from megarl.checks.objective_trial import Trial, try_filter, try_objectives
 from megarl.environments.user_code import function_of
 from megarl.objectives.advantages import ADVANTAGES
 from megarl.settings.config import RunConfig, from_tree, read
 from megarl.settings.schema import replace
+from megarl.trainer.own_functions import Trial, try_filter, try_objectives
 from megarl.types import Prompt
 
 RIGHT = """

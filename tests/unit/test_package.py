@@ -19,7 +19,7 @@ from transformers import Qwen2Config
 
 import megarl
 from megarl import RunConfig
-from megarl.checks import engine_checks
+from megarl.engines import plan
 from megarl.errors import UserError
 from megarl.settings import config
 from megarl.system.files import RECIPES
@@ -90,7 +90,7 @@ def test_the_engine_that_an_extra_brings(monkeypatch: pytest.MonkeyPatch) -> Non
     assert f'"cuda": {json.dumps(tested)}' in (ROOT / "setup.py").read_text()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"vLLM is not installed; `pip install 'megarl\[cuda\]'`"):
-        engine_checks.check_engine_kind("vllm", Qwen2Config())
+        plan.check_engine_kind("vllm", Qwen2Config())
 
 
 def test_a_recipe_is_named_outside_of_the_checkout(built: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import quickstart_settings
 import torch
 
-from megarl.checks.engine_checks import check_placement
+from megarl.engines.plan import check_placement
 from megarl.errors import UserError
 from megarl.settings.config import RunConfig, read
 

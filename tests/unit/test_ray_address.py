@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import ray
 
-from megarl.checks.preflight import check_run
 from megarl.errors import UserError
 from megarl.parallel.launcher import free_port
 from megarl.rollout import ray_cluster
 from megarl.rollout.ray_cluster import Cluster
+from megarl.run.plan import plan_run
 from megarl.settings.config import RunConfig
 from megarl.settings.data import PromptsConfig
 from megarl.settings.training import ModelConfig
@@ -48,7 +48,7 @@ def test_an_address_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> 
     ("use", "error"),
     [
         (lambda: Cluster(namespace="test", token="t"), UserError),
-        (lambda: check_run(RECIPE, num_ranks=1), ValueError),
+        (lambda: plan_run(RECIPE), ValueError),
     ],
     ids=["start", "check"],
 )

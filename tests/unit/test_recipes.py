@@ -22,7 +22,7 @@ from megarl.apps.tune.tune_checks import (
     check_sample,
     check_sft,
 )
-from megarl.checks.preflight import check_eval, check_run, check_train
+from megarl.run.plan import check_eval, plan_run
 from megarl.settings import config
 from megarl.settings.config import PreferenceEvaluationConfig
 from megarl.settings.data import PreferencesConfig
@@ -72,7 +72,7 @@ def test_a_recipe_passes_the_checks(name: str, place: Path) -> None:
     found = recipe(RunConfig, name)
     for key, value in EXAMPLES[name].items():
         assert attrgetter(key)(found) == value
-    assert check_run(small(found, place, name), num_ranks=1).prompts is not None
+    assert plan_run(small(found, place, name)).prompts is not None
 
 
 PREFERENCES: dict[str, Any] = {
@@ -118,7 +118,7 @@ def distilled(place: Path, **changes: Any) -> Any:
 
 
 def test_distillation_passes_the_checks(place: Path) -> None:
-    found = check_train(distilled(place))
+    found = plan_run(distilled(place))
     assert found.prompts is not None and list(found.roles) == ["teacher"]
     wide = str(write_model(place / "wide", seed=1, vocab_size=48, hidden_size=128))
     blind = {"environment__verifier": "none", "environment__answer_after": ""}
@@ -129,7 +129,7 @@ def test_distillation_passes_the_checks(place: Path) -> None:
         ({"rollout__top_p": 0.9}, 1),  # no probability of sampling is used
         (apart, 3),
     ):
-        check_train(distilled(place, **changes), ranks)
+        plan_run(distilled(place, **changes), ranks)
 
 
 @pytest.mark.parametrize(("changes", "said"), [
@@ -163,7 +163,7 @@ def test_distillation_refuses(changes: dict[str, Any], said: str, place: Path) -
         for key, value in changes.items()
     }
     with pytest.raises(ValueError, match=re.escape(said)):
-        check_train(distilled(place, **given))
+        plan_run(distilled(place, **given))
 
 
 def test_a_metric_of_distillation_ends_no_other_run(place: Path) -> None:
@@ -175,7 +175,7 @@ def test_a_metric_of_distillation_ends_no_other_run(place: Path) -> None:
 
 def test_rewards_by_a_model_pass_the_checks(place: Path) -> None:
     judge = write_classifier(place / "judge")
-    for name, check in (("ppo_reward_model", check_train), ("sample", check_sample)):
+    for name, check in (("ppo_reward_model", plan_run), ("sample", check_sample)):
         found = recipe(RunConfig, name)
         judged = {
             key: replace(one, model=replace(one.model, path=str(judge)))
@@ -199,7 +199,7 @@ def test_a_run_asks_the_server_that_is_served(place: Path, monkeypatch: pytest.M
     with serving(app) as url:
         environment = replace(found.environment, verifier=url)
         remote = small(found, place, "remote", environment=environment)
-        assert check_run(remote, num_ranks=1).prompts is not None
+        assert plan_run(remote).prompts is not None
     assert {headers["authorization"] for headers in app.headers} == {"Bearer hush"}
 
 

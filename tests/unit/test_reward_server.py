@@ -26,13 +26,13 @@ from support.tiny import write_tokenizer
 
 from megarl.apps.serve.reward_server import Backend, RewardServer
 from megarl.apps.serve.serve_reward import server_token
-from megarl.checks.verifier_trial import try_verifier
 from megarl.data.source import PromptList
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.codec import Codec
 from megarl.environments.judging import Judge
 from megarl.environments.scores import Outcome
 from megarl.environments.scoring import Environment
+from megarl.environments.trial import try_verifier
 from megarl.environments.wire import (
     answer_body,
     read_answer,

@@ -6,14 +6,12 @@ import json
 import shutil
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from support.tiny import sft_config
 
 from megarl.checkpoints.progress import Progress, write_progress
-from megarl.checks.run_files import check_run_files, outlook
+from megarl.checkpoints.run_files import check_run_files, outlook
 from megarl.ledger.journal import FILE, SEAL, sealed
 
 STEP = 6
@@ -168,10 +166,7 @@ def test_what_is_no_file_is_told(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(("steps", "says"), [(20, "a start continues it"), (6, "is finished")])
 def test_check_says_what_a_start_would_do(tmp_path: Path, steps: int, says: str) -> None:
     config = sft_config(tmp_path, steps=steps, resume="auto")
-    # Of the inputs, only these are looked at.
-    inputs: Any = SimpleNamespace(resume_from=run_folder(tmp_path), num_rows=20)
-    said = outlook(config, inputs)
+    said = outlook(config, run_folder(tmp_path), 20)
     assert f"holds a run {'that is finished, ' if steps == 6 else ''}at step 6 of {steps}" in said
     assert says in said
-    inputs.resume_from = None
-    assert outlook(config, inputs) == ""
+    assert outlook(config, None, 20) == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from megarl.command_line.table import TASKS
 from megarl.command_line.words import parse
 from megarl.errors import UserError
 from megarl.parallel.devices import DriverGpu
-from megarl.settings import config
+from megarl.settings import config, recipe_file
 from megarl.system.console import Options
 from megarl.system.signals import SHUTDOWN
 
@@ -45,7 +46,7 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     """What `megarl run WORDS` starts: HERE, the words for torchrun, or the options of a launch."""
     calls: list[tuple[Any, ...]] = []
-    record = lambda *given: calls.append(given) or (lambda: 0)  # noqa: E731
+    record = lambda *given, **_: calls.append(given) or (lambda: 0)  # noqa: E731
     monkeypatch.setattr(run_words, "load", lambda _: record)
 
     def start(*words: str) -> Any:
@@ -117,7 +118,9 @@ def test_a_line_says_how_many_ranks_a_layout_needs(
 def test_a_check_is_for_as_many_ranks(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     def ranks(path: str, *words: str) -> int | None:
         options = parse("run", [path, "--check", *words])
-        assert run_words.other_processes("run", options, config.SftConfig) is None
+        recipe = cli.read_recipe("run", options)
+        assert isinstance(recipe, config.SftConfig)
+        assert run_words.other_processes("run", options, recipe) is None
         return options.ranks
 
     assert ranks(write(**layout(data=2, tensor=2))) == 4
@@ -185,7 +188,7 @@ def test_a_replay_runs_on_ranks_too(write: Write, started: Started, tmp_path: Pa
     assert cli.plan(["replay", run]).owns_folder
     words: list[list[str]] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_words, "load", lambda _: words.append)
+        patch.setattr(run_words, "load", lambda _: lambda given, **_: words.append(given))
         cli.plan(["replay", run, "--ranks", "2"]).run()
     assert words[0][:6] == ["--nproc-per-node", "2", "-m", "megarl", "replay", run]
 
@@ -230,6 +233,28 @@ def test_a_command_takes_recipes_of_its_tasks(write: Write, tmp_path: Path) -> N
     Path(write()).rename(tmp_path / "recipe.yaml")
     with pytest.raises(UserError, match="megarl replay needs a recipe with task: rl or distill"):
         cli.plan(["replay", str(tmp_path)])
+
+
+def test_a_recipe_is_read_once_for_all_processes(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, reads, read = write(), list[Path](), recipe_file.read_tree
+
+    def read_tree(path: Path, *rest: Any) -> dict[str, Any]:
+        reads.append(path)
+        return read(path, *rest)
+
+    monkeypatch.setattr(recipe_file, "read_tree", read_tree)
+    monkeypatch.setattr(run_words, "load", lambda _: lambda _, environment: environment)
+    options = parse("run", [path, "--ranks", "2", "--steps", "7"])
+    launched = cli.read_recipe("run", options)
+    assert isinstance(launched, config.SftConfig)
+    start = run_words.other_processes("run", options, launched)
+    assert start is not None and len(reads) == 1
+    for name, value in {**start(), "RANK": "1"}.items():  # type: ignore[dict-item]
+        monkeypatch.setenv(name, value)
+    assert cli.read_recipe("run", options) == launched and len(reads) == 1
+    assert launched.steps == 7 and config.HANDED not in os.environ, "only the rank itself"
 
 
 def test_it_is_decided_without_torch(write: Write) -> None:

@@ -13,7 +13,7 @@ import transformers
 
 from megarl.parallel.mesh import Axis
 from megarl.parallel.tensor import SharedColumnLinear, whole_shapes
-from megarl.trainer.autotp import refuse_cut_parameters
+from megarl.trainer.autotp import refuse_autotp
 from megarl.trainer.sharding import refuse_tensor, shard_model
 
 KINDS = {
@@ -171,9 +171,9 @@ def test_what_would_be_computed_wrongly_is_refused_at_start_up(tmp_path: Path, n
     """Found by comparing every causal language model of transformers with ours (see
     tests/distributed/test_families.py).
     """
-    from megarl.checks.layout_checks import check_cut
     from megarl.settings.training import LayoutConfig, ModelConfig, TrainingConfig
     from megarl.trainer.attention import refuse_unsupported
+    from megarl.trainer.plan import check_cut
 
     config, tensor, says = REFUSED[name]
     config.save_pretrained(tmp_path)
@@ -188,12 +188,12 @@ def test_what_would_be_computed_wrongly_is_refused_at_start_up(tmp_path: Path, n
 
 
 def test_a_block_without_soft_caps_is_refused_for_a_model_that_has_one() -> None:
-    from megarl.checks.layout_checks import refuse_block
     from megarl.settings.training import SequenceConfig, TrainingConfig
+    from megarl.trainer.plan import refuse_kernels
 
     training = TrainingConfig(sequence=SequenceConfig(block="flash"))
     with pytest.raises(ValueError, match=r"soft cap \(attn_logit_softcapping of gemma2 is 50.0\)"):
-        refuse_block(training, transformers.Gemma2Config(**SMALL, head_dim=8))
+        refuse_kernels(training, transformers.Gemma2Config(**SMALL, head_dim=8), torch.nn.Module())
 
 
 @pytest.mark.parametrize("config", [
@@ -217,9 +217,9 @@ def test_autotp_is_refused_where_heads_have_parameters_of_their_own() -> None:
     for name in ("qwen2", "granite_swa"):
         config = transformers.AutoConfig.for_model(name, **sizes, **heads)
         made = transformers.AutoModelForCausalLM.from_config(config)
-        refuse_cut_parameters(made, 1)
+        refuse_autotp(made, 1)
         if name == "qwen2":
-            refuse_cut_parameters(made, 2)
+            refuse_autotp(made, 2)
             continue
         with pytest.raises(ValueError, match=r"autotp, which leaves .*self_attn.sinks .* to plan"):
-            refuse_cut_parameters(made, 2)
+            refuse_autotp(made, 2)

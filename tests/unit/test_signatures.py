@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.environments import PROMPT, verdicts
 
-from megarl.checks.verifier_trial import check_verifier
+from megarl.environments.trial import check_verifier
 from megarl.settings.environments import EnvironmentConfig
 
 FUNCTIONS = """

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from megarl import cli
-from megarl.checks.engine_checks import check_gpu_share
 from megarl.parallel.layout import Layout
 from megarl.settings.config import RunConfig, read
 from megarl.settings.training import ModelConfig, TrainingConfig
 from megarl.trainer import memory, working_memory
 from megarl.trainer.memory import power_of_two, sub_groups
 from megarl.trainer.role_placement import role_training
+from megarl.trainer.working_memory import check_gpu_share
 from megarl.trainer.zero import deepspeed_config
 
 ROOT = Path(__file__).resolve().parents[2]

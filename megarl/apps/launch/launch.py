@@ -33,11 +33,11 @@ from megarl.apps.launch.launch_plan import (
 )
 from megarl.apps.launch.launch_run import Launcher, announce
 from megarl.apps.launch.slurm import allocated_hosts, requeue, srun
-from megarl.checkpoints.lease import refuse_living
-from megarl.checks.named_files import check_named_files
+from megarl.checkpoints.run_folder import plan_folder
 from megarl.parallel.devices import are_hidden, driver_gpus
 from megarl.parallel.launcher import free_port
-from megarl.settings.config import AnyConfig, RunConfig
+from megarl.run.named_files import check_named_files
+from megarl.settings.config import AnyConfig, RunConfig, handed
 from megarl.settings.recipe_paths import recipe_path
 from megarl.settings.schema import require
 from megarl.system.console import Options, result
@@ -80,12 +80,15 @@ def planned(config: AnyConfig, options: Options) -> Callable[[], int]:
     if elsewhere:
         announce(f"this is not the allocation's first host; going to {hosts[0]}")
         return lambda: os.execvp(there[0], there)  # noqa: S606 - srun itself, no shell
-    check_named_files(config)
-    refuse_living(Path(config.folder))
+    with plan_folder(config, starts=False):  # rank 0 takes it
+        check_named_files(config)
     print(text, file=sys.stderr, flush=True)
     job, restarts = (os.environ.get(f"SLURM_{name}", "") for name in ("JOB_ID", "RESTART_COUNT"))
     logs = Path(config.folder, "logs", f"{job}-{restarts or 0}" if job else "launch")
     more_s = max(0.0, config.training.checkpoint.save_within_s - SAVE_WITHIN_S)
+    for process in started:
+        if process.kind == "ranks":
+            process.command.environment.update(handed(config))
     return partial(
         run_launcher, Launcher(started, hosts, at, logs, more_s), job if options.requeue else ""
     )
@@ -128,15 +131,14 @@ def refuse_placement(config: RunConfig, plan: LaunchPlan, gpus: Gpus) -> None:
     to send weights from trainer ranks to engines.
     """
     # Imported here: transformers takes seconds, and other mistakes are told without it.
-    from megarl.checks.engine_checks import check_placement
+    from megarl.engines.plan import check_placement
 
     check_placement(
         config,
         len(plan.roles["policy"].ranks),
-        plan.num_ranks,
+        len({gpu.node for gpu in sum(gpus.engines, gpus.ranks)}),
         shares_gpus=not gpus.on_cpu,
         started=False,
-        hosts=len({gpu.node for gpu in sum(gpus.engines, gpus.ranks)}),
     )
 
 

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from megarl.apps.launch.launch_plan import fewest_ranks, shared_ranks
 from megarl.parallel import launcher
 from megarl.parallel.devices import are_hidden, driver_gpus
-from megarl.settings import config as configs
-from megarl.settings.config import AnyConfig
+from megarl.settings.config import AnyConfig, handed
 from megarl.settings.schema import require
 from megarl.system.console import Options, say
 from megarl.system.lookup import load
@@ -25,16 +24,14 @@ PLACEMENT = ("port", "nodes", "gpus_per_node", "cpu", "dry_run", "requeue")
 """Options of `megarl run` with which Ray and ranks are placed on GPUs and nodes."""
 
 
-def other_processes(
-    name: str, options: Options, config_class: type[AnyConfig]
-) -> Callable[[], int] | None:
+def other_processes(name: str, options: Options, config: AnyConfig) -> Callable[[], int] | None:
     """The function that starts the run of a recipe in other processes, waits for it and returns its
     exit code; None where the run is this process. `name`: "run", or "replay", which has ranks but
-    no placement; `config_class`: the recipe's configuration class.
+    no placement; `config`: the recipe.
 
     Without `--ranks` the run has as many ranks as the recipe's layout, roles and colocated engines
     need, which a line on standard error says, and `options.ranks` is set to it. Raises `ValueError`
-    for options that exclude each other and for a mistake in the recipe.
+    for options that exclude each other.
     """
     launcher.refuse_wrong()
     places, is_rank = name == "run", "RANK" in os.environ
@@ -49,7 +46,6 @@ def other_processes(
     if options.print_config or is_rank:
         return None
     launches = bool(placed or has_gpus)
-    config = configs.read(config_class, options.recipe, options.overrides, say if launches else str)
     if options.ranks is None and places:
         is_open = config.training.layout.data == 0
         if is_open or options.check or not launches:  # else the plan shows the ranks
@@ -72,7 +68,8 @@ def other_processes(
         return None
     words = ["--nproc-per-node", str(options.ranks), *_patience(config), "-m", "megarl", name]
     words += [options.words[0], *options.overrides]
-    return lambda: load("megarl.parallel.torchrun:run_agent")(words)
+    run_agent = "megarl.parallel.torchrun:run_agent"
+    return lambda: load(run_agent)(words, environment=handed(config))
 
 
 def _refuse_conflicts(options: Options, placed: list[str], *, is_rank: bool) -> None:

@@ -94,7 +94,6 @@ class Chat:
         """
         import torch
 
-        from megarl.checks.model_checks import check_model, stop_tokens
         from megarl.data.chat_template import ChatTemplate, ends_of_turns
         from megarl.engines.vllm_arguments import engine_arguments, tokenizer_arguments
         from megarl.settings.rollout import EngineConfig
@@ -103,10 +102,11 @@ class Chat:
         from megarl.system.quick_imports import quick_imports
         from megarl.trainer import threads
         from megarl.trainer.model_config import positions
+        from megarl.trainer.plan import plan_model, stop_tokens
         from megarl.trainer.precision import has_bfloat16
 
         config = ModelConfig(path=path)
-        self._tokenizer, hf = check_model(config)
+        self._tokenizer, hf = plan_model(config)
         has_template = bool(self._tokenizer.chat_template)
         require(
             has_template or not system,

@@ -23,17 +23,15 @@ def check_rollout(config: RunConfig, ranks: int | None = None) -> RunInputs:
     environment variables. Returns the tokenizer, model configuration and prompts that were loaded.
     Raises `ValueError` if a check fails.
     """
-    from megarl.checks.preflight import check_run, ranks_to_check
+    from megarl.run.plan import plan_generation
 
-    size = ranks_to_check(ranks)
-    require(size == 1, f"megarl rollout runs as one process, but was started as {size} ranks")
     require(
         not config.model.from_scratch,
         "model.from_scratch is true, but megarl rollout generates with the weights of model.path;"
         " set model.from_scratch to false and model.path to a trained model, such as"
         " RUN/checkpoints/step_000010/model",
     )
-    return check_run(config, num_ranks=1, new=False)
+    return plan_generation(config, "rollout", ranks)
 
 
 def arguments(options: Options) -> None:
@@ -78,13 +76,11 @@ def check_replay(config: RunConfig, ranks: int | None = None) -> RunInputs:
     environment variables. Returns the tokenizer, model configuration and layout (degrees of data,
     sequence and tensor parallelism). Raises `ValueError` if a check fails.
     """
-    from megarl.checks.folder_checks import check_folder, check_observe, check_time_to_save
-    from megarl.checks.layout_checks import check_cut, check_layout, check_role
-    from megarl.checks.model_checks import check_export, check_model, stop_tokens
-    from megarl.checks.preflight import find_checkpoint, ranks_to_check
+    from megarl.parallel.launcher import count_ranks
     from megarl.rollout.batch_files import refuse_gaps
+    from megarl.run.plan import find_checkpoint
+    from megarl.trainer import plan
     from megarl.trainer.context import RunInputs, trained_roles
-    from megarl.trainer.loading import check_weights
     from megarl.trainer.role_placement import RolePlace, policy_ranks
 
     run = Path(config.replay.run)
@@ -92,9 +88,9 @@ def check_replay(config: RunConfig, ranks: int | None = None) -> RunInputs:
         Path(config.folder).absolute() != run.absolute(),
         f"folder is {config.folder}, the run that is replayed; set another one, or none",
     )
-    num_ranks = ranks_to_check(ranks)
+    num_ranks = count_ranks(ranks)
     members = policy_ranks(config, num_ranks)
-    layout = check_layout(config.training, len(members))
+    layout = plan.plan_layout(config.training, len(members))
     data_ranks = refuse_gaps(run, steps_to_replay(config))
     require(
         layout.data == data_ranks,
@@ -102,17 +98,12 @@ def check_replay(config: RunConfig, ranks: int | None = None) -> RunInputs:
         f" the replay with as many ranks as the run, as in megarl replay {run} --ranks"
         f" {data_ranks * layout.size // layout.data}",
     )
-    check_folder(config.folder, resume=bool(config.resume))
-    check_time_to_save(config.training.checkpoint)
-    check_observe(config.observe)
-    tokenizer, hf = check_model(config.model)
-    check_cut(config.training, config.model, hf)
-    check_export(config.model, tokenizer, hf)
-    policy = RolePlace(members, layout)
-    roles = {name: check_role(name, config, hf, policy, num_ranks) for name in config.other_roles}
-    check_weights(config.model)
+    tokenizer, hf = plan.plan_model(config.model)
+    plan.plan_training(config, tokenizer, hf)
+    policy, names = RolePlace(members, layout), config.other_roles
+    roles = {name: plan.plan_role(name, config, hf, policy) for name in names}
     found = find_checkpoint(config, layout, "", trained_roles(config, roles))
-    stops = stop_tokens(tokenizer, config.model, hf)
+    stops = plan.stop_tokens(tokenizer, config.model, hf)
     return RunInputs(
         layout, tokenizer, hf, stops, "", resume_from=found, ranks=members, roles=roles
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 from megarl.checkpoints.lease import ENDED, Record, is_held, read_owner
 from megarl.checkpoints.listing import checkpoint_of, step_of
-from megarl.checks.folder_checks import planned_steps
+from megarl.checkpoints.run_folder import planned_steps
 from megarl.errors import UserError
 from megarl.observe.observer import METRICS
 from megarl.observe.sinks import read_records

@@ -21,11 +21,10 @@ from unittest.mock import patch
 import uvicorn
 
 from megarl.apps.serve.reward_server import Backend, RewardServer
-from megarl.checks.folder_checks import check_writable
-from megarl.checks.verifier_trial import check_verifier
 from megarl.environments.judging import Judge
 from megarl.environments.scores import Outcome
 from megarl.environments.scoring import client_token
+from megarl.environments.trial import check_verifier
 from megarl.environments.verifiers import named
 from megarl.environments.wire import ROUTE
 from megarl.errors import ProcessLost, UserError
@@ -59,18 +58,14 @@ class ServeInputs:
 
 
 def check_serve_reward(config: ServeRewardConfig, ranks: int | None = None) -> ServeInputs:
-    """Run all checks of `megarl serve-reward` before anything heavy starts: the bearer token,
-    whether `config.folder` can be written, and the verifier, reward model or judge. `ranks`: number
+    """Run all checks of `megarl serve-reward` before anything heavy starts: the bearer token
+    and the verifier, reward model or judge. `ranks`: number
     of processes that were started, which must be 1; None for that of the launcher's environment
     variables. Returns what is served, in words, the token, and a function that starts the verifier
     or model. Raises `ValueError` if a check fails.
     """
-    if ranks is None:
-        launcher.refuse_wrong()
-    size = launcher.num_ranks() if ranks is None else ranks
-    require(size == 1, f"megarl serve-reward runs as one process, but was started as {size} ranks")
+    launcher.refuse_several("serve-reward", ranks)
     token = server_token(config.server)
-    check_writable(config.folder, setting="folder")
     reward_model, judge = config.reward_model.model.path, config.judge.model.path
     if reward_model or judge:
         # Torch and transformers, which a server of verifiers does without.

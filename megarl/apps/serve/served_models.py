@@ -30,12 +30,11 @@ from transformers import PreTrainedTokenizerBase
 from megarl.apps.serve.judge import JudgePrompt, ServedJudge, VerdictReader, judge_response
 from megarl.apps.serve.reward_server import Backend
 from megarl.checkpoints.adapter_files import SCORE
-from megarl.checks.engine_checks import check_cache, check_engine_model
-from megarl.checks.model_checks import stop_tokens
 from megarl.data.chat_template import end_of_turn, ends_of_turns, turn_tokens
 from megarl.data.control_tokens import ControlTokens
 from megarl.data.tokenizer import check_tokenizer, load_tokenizer
 from megarl.data.tokens import scored_tokens
+from megarl.engines.plan import check_cache, check_engine_model
 from megarl.engines.vllm_arguments import engine_arguments, tokenizer_arguments
 from megarl.environments.scores import BadScore, Outcome
 from megarl.errors import ProcessLost, UserError
@@ -49,6 +48,7 @@ from megarl.system import console
 from megarl.system.process_env import engine_environment
 from megarl.system.third_party import opening
 from megarl.trainer.model_config import load_model_config
+from megarl.trainer.plan import stop_tokens
 from megarl.trainer.threads import shared
 from megarl.trainer.weights import is_downloaded, shape_of
 from megarl.types import Prompt

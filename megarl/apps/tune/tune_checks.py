@@ -9,27 +9,15 @@ from typing import Any, cast
 
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
-from megarl.checks.folder_checks import (
-    check_folder,
-    check_observe,
-    check_time_to_save,
-    check_writable,
-)
-from megarl.checks.layout_checks import check_cut, check_layout, check_positions, check_role
-from megarl.checks.model_checks import (
-    check_adapters,
-    check_export,
-    check_model,
-    stop_tokens,
-    unused_weights,
-)
-from megarl.checks.preflight import check_run, find_checkpoint, ranks_to_check, warn
+from megarl.checkpoints.run_folder import check_writable
 from megarl.data.chat_template import ends_of_turns
 from megarl.data.demonstrations import load_demonstrations
 from megarl.data.preferences import load_preferences
 from megarl.data.tokenizer import pad_apart
 from megarl.parallel import launcher
+from megarl.parallel.launcher import warn
 from megarl.parallel.layout import Layout
+from megarl.run.plan import find_checkpoint, plan_generation
 from megarl.settings.config import (
     PreferenceConfig,
     RewardModelConfig,
@@ -42,8 +30,16 @@ from megarl.settings.schema import replace, require
 from megarl.settings.training import LayoutConfig
 from megarl.trainer.context import DataRows, RunInputs
 from megarl.trainer.heads import HeadName
-from megarl.trainer.loading import check_weights
-from megarl.trainer.model_config import load_model_config
+from megarl.trainer.plan import (
+    check_cut,
+    check_positions,
+    plan_layout,
+    plan_model,
+    plan_other_model,
+    plan_role,
+    plan_training,
+    stop_tokens,
+)
 from megarl.trainer.role_placement import RolePlace
 
 
@@ -64,21 +60,9 @@ def check_preference(config: PreferenceConfig, ranks: int | None = None) -> RunI
     """
     found = check_supervised(config, ranks)
     reference = config.reference.model
+    theirs = plan_other_model("reference", reference, config.model, found.hf)
     if reference.path:
-        require(
-            not reference.tokenizer,
-            f"reference.model.tokenizer is {reference.tokenizer}, but the tokens are the policy's;"
-            " leave it out",
-        )
-        theirs = load_model_config(reference, setting="reference.model")
-        mine, other = found.hf.get_text_config().vocab_size, theirs.get_text_config().vocab_size
-        require(
-            mine == other,
-            f"reference.model.path has a vocabulary of {other} tokens and model.path one of {mine};"
-            " set a reference that was made from the same model",
-        )
         check_cut(config.training, reference, theirs)
-        check_weights(reference)
     if config.reference.cache:
         check_writable(config.reference.cache, setting="reference.cache")
     return found
@@ -113,20 +97,13 @@ def check_supervised(config: SupervisedConfig, ranks: int | None) -> RunInputs:
         section, load = "demonstrations", load_demonstrations
     elif isinstance(config, PreferenceConfig):
         load = partial(load_preferences, single=config.loss.method == "kto")
-    layout = check_layout(config.training, ranks_to_check(ranks))
+    layout = plan_layout(config.training, launcher.count_ranks(ranks))
     require(
         config.samples_per_step >= layout.data,
         f"samples_per_step is {config.samples_per_step} for {layout.data} data ranks; raise it",
     )
-    check_folder(config.folder, resume=bool(config.resume))
-    check_time_to_save(config.training.checkpoint)
-    check_observe(config.observe)
-    tokenizer, hf = check_model(config.model)
-    warn(unused_weights(config.model))
-    check_cut(config.training, config.model, hf, head)
-    check_export(config.model, tokenizer, hf)
-    check_weights(config.model, head)
-    warn(check_adapters(config.training.lora, config.model, head))
+    tokenizer, hf = plan_model(config.model)
+    plan_training(config, tokenizer, hf, head)
     rows = held_out = None
     if launcher.rank() == 0:  # rank 0 reads for all, and sends every step's rows to the others
         limit = getattr(hf.get_text_config(), "max_position_embeddings", None)
@@ -172,8 +149,6 @@ def check_sample(config: RunConfig, ranks: int | None = None) -> RunInputs:
     environment variables. Returns the prompts, tokenizer and model configuration that were loaded.
     Raises `ValueError` if a check fails.
     """
-    size = ranks_to_check(ranks)
-    require(size == 1, f"megarl sample runs as one process, but was started as {size} ranks")
     require(
         config.rollout.temperature > 0 or config.sample.samples == 1,
         f"sample.samples is {config.sample.samples}, but rollout.temperature is 0, at which all"
@@ -188,13 +163,13 @@ def check_sample(config: RunConfig, ranks: int | None = None) -> RunInputs:
         "environment.session, tools or agent is set, but the turns of an environment are no"
         " response to learn from; set environment.verifier instead",
     )
-    inputs = check_run(config, num_ranks=1, new=False)
+    inputs = plan_generation(config, "sample", ranks)
     alone = RolePlace((0,), Layout(1, 1, 1))
     for name, model in config.reward_models.items():
         # Of one process: a recipe of `task: rl` may place them elsewhere.
         here = {**config.reward_models, name: replace(model, ranks=(), layout=LayoutConfig())}
         own = replace(config, reward_models=here)
-        check_role(f"reward_models.{name}", own, inputs.hf, alone, 1)
+        plan_role(f"reward_models.{name}", own, inputs.hf, alone)
     if inputs.prompts is not None:
         names = [f"reward_models.{name}" for name in config.reward_models]
         check_positions(config, inputs.hf, names, inputs.prompts.longest)

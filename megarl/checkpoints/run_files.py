@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megarl.checkpoints.progress import Progress, read_progress
-from megarl.checks.folder_checks import RECIPE
+from megarl.checkpoints.run_folder import RECIPE
 from megarl.ledger.journal import FILE, Reader, difference
 from megarl.observe.observer import EVALUATIONS, METRICS, TRANSCRIPTS
 from megarl.observe.rotated import read_again
@@ -21,9 +20,6 @@ from megarl.settings.config import AnyConfig, with_steps
 from megarl.settings.recipe_file import read_tree
 from megarl.settings.schema import require
 from megarl.system.console import say
-
-if TYPE_CHECKING:
-    from megarl.trainer.context import RunInputs
 
 
 def check_run_files(folder: Path, checkpoint: Path | None) -> None:
@@ -53,13 +49,13 @@ def check_run_files(folder: Path, checkpoint: Path | None) -> None:
                 say(f"megarl: warning: {warn}")
 
 
-def outlook(config: AnyConfig, inputs: RunInputs) -> str:
-    """At which step the folder's run stands, and what a start would do with it, in a line; "" for a
-    new run.
+def outlook(config: AnyConfig, checkpoint: Path | None, num_rows: int) -> str:
+    """At which step the folder's run stands, and what a start from `checkpoint` would do with it,
+    in a line; "" for a new run. `num_rows`: of the data.
     """
-    if inputs.resume_from is None:
+    if checkpoint is None:
         return ""
-    done, steps = read_progress(inputs.resume_from).step, with_steps(config, inputs.num_rows).steps
+    done, steps = read_progress(checkpoint).step, with_steps(config, num_rows).steps
     if done >= steps:
         return (
             f"{config.folder} holds a run that is finished, at step {done} of {steps}: a start"

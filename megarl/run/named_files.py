@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import io
-import symtable
+import re
 import unicodedata
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -24,22 +24,12 @@ from megarl.settings.data import (
     PreferencesConfig,
     PromptsConfig,
 )
-from megarl.settings.schema import Config, is_own
+from megarl.settings.schema import Config, is_own, require
 from megarl.settings.training import ModelConfig
 from megarl.system.lookup import SOURCES
 
-DYNAMIC = (
-    "import *",
-    "exec",
-    "__getattr__",
-    "setattr",
-    "vars",
-    "locals",
-    "global",
-    ":=",
-    "modules",
-)
-"""Texts in a Python file that may define names which its symbol table does not list."""
+DYNAMIC = ("import *", "exec", "__getattr__", "setattr", "vars", "locals", "globals", "modules")
+"""Texts in a Python file that may define names which it does not spell out."""
 CODE = {"verifier", "rewards", "session", "functions", "function", "advantage", "loss", "method"}
 CODE |= {"filter", "kind"}
 """Last parts of the keys of settings that may name a function or class of the user's own."""
@@ -126,26 +116,23 @@ def _columns(section: DataSetConfig) -> list[str]:
 
 def check_own_code(name: str, setting: str) -> None:
     """Raise `ValueError` if the Python file of `name`, `path/to/file.py:attribute`, cannot be read
-    or parsed, or has no such attribute; its code is not run.
+    or parsed, or nowhere spells the attribute; its code is not run.
     """
     path, attribute = split_name(name, setting)
     try:
         content = path.read_bytes()
-        table = symtable.symtable(content, str(path), "exec")  # pyright: ignore[reportArgumentType]
+        compile(content, str(path), "exec", dont_inherit=True)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}; set another file") from None
     except (SyntaxError, ValueError) as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"{setting}: {path} does not import: {text}; mend the file") from None
-    defined = [
-        symbol.get_name()
-        for symbol in table.get_symbols()
-        if symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
-    ]
-    name = unicodedata.normalize("NFKC", attribute)
-    if name in defined or any(text.encode() in content for text in DYNAMIC):
-        return
-    public = [symbol.get_name() for symbol in table.get_symbols() if symbol.is_namespace()]
-    listed = ", ".join(name for name in public if not name.startswith("_")) or "(none)"
+    text = unicodedata.normalize("NFKC", content.decode(errors="replace"))
+    spelled = unicodedata.normalize("NFKC", attribute)
+    public = re.findall(r"^(?:async )?(?:def|class) ([^\W_]\w*)", text, re.MULTILINE)
     noun = "class" if setting in ("environment.session", "rollout.engine.kind") else "function"
-    raise ValueError(f"{setting}: {path} has no {noun} '{attribute}'; set one of: {listed}")
+    require(
+        any(word in text for word in (spelled, *DYNAMIC)),
+        f"{setting}: {path} has no {noun} '{attribute}'; set one of:"
+        f" {', '.join(public) or '(none)'}",
+    )

@@ -1,9 +1,10 @@
-"""Checks that a run can write where its recipe says, and has the packages that it asks for."""
+"""The run folder at the start of a run: who owns it, and whether what it holds suits the recipe.
+Looked at before torch is imported.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import math
 import os
 import shutil
@@ -13,11 +14,13 @@ from pathlib import Path
 
 from megarl.checkpoints import lease
 from megarl.checkpoints.listing import newest_first, step_of
+from megarl.observe.observer import METRICS
+from megarl.observe.sinks import check_viewers
 from megarl.parallel import launcher
 from megarl.settings.config import AnyConfig
-from megarl.settings.observe import ObserveConfig
 from megarl.settings.recipe_file import read_tree
 from megarl.settings.schema import require
+from megarl.settings.serve import ServeRewardConfig
 from megarl.settings.training import CheckpointConfig
 from megarl.system import signals
 from megarl.system.files import refuse_unfit
@@ -27,6 +30,45 @@ RECIPE = "recipe.yaml"
 
 MIN_FREE_BYTES = 64 * 2**20
 """With less free disk space, a run does not start."""
+
+
+@contextlib.contextmanager
+def plan_folder(
+    config: AnyConfig | ServeRewardConfig, *, owns: bool = True, starts: bool = True
+) -> Iterator[lease.Lease | None]:
+    """A context in which this run owns its folder; gives the `Lease` on rank 0. Raises `ValueError`
+    if another run owns it, nothing can be written there, or what it holds does not suit `resume`.
+    With `starts` False the folder is looked at and not taken; a command that does not own its
+    folder (`owns`) only writes there.
+    """
+    if launcher.rank() != 0:
+        yield None
+        return
+    check_writable(config.folder, setting="folder")
+    with contextlib.ExitStack() as stack:
+        owner = None
+        if owns and isinstance(config, AnyConfig):
+            if starts:
+                owner = _take(config)
+                stack.callback(owner.release)
+            else:
+                lease.refuse_living(Path(config.folder))
+            check_folder(config.folder, resume=config.resume)
+            check_time_to_save(config.training.checkpoint)
+            check_viewers(config.observe)
+        yield owner
+
+
+def _take(config: AnyConfig) -> lease.Lease:
+    """Own the run folder. Raises `ValueError` if another run does, or no file can be made there."""
+    patience_s = config.training.checkpoint.owner_timeout_s
+    try:
+        return lease.take(Path(config.folder), patience_s=patience_s)
+    except OSError as error:
+        raise ValueError(
+            f"folder is {config.folder}, but no file can be made there ({error}); set folder to a"
+            " folder of your own"
+        ) from None
 
 
 def check_writable(folder: str, *, setting: str) -> None:
@@ -65,13 +107,13 @@ def check_writable(folder: str, *, setting: str) -> None:
     refuse_unfit(Path(folder))
 
 
-def check_folder(folder: str, *, resume: bool) -> None:
-    """Raise `ValueError` if the run folder holds a run and `resume` is False, or cannot be written.
-    A run that ended before its first step does not count.
+def check_folder(folder: str, *, resume: bool | str) -> None:
+    """Raise `ValueError` if the run folder holds a run and `resume` is False, or has no checkpoint
+    and it is True. A run that ended before its first step does not count.
     """
     path, holds_run, checkpoints = Path(folder), False, []
     with contextlib.suppress(OSError):  # said by check_writable
-        metrics = path / "metrics.jsonl"
+        metrics = path / METRICS
         holds_run = metrics.is_file() and metrics.stat().st_size > 0
         checkpoints = newest_first(path / "checkpoints")
     if checkpoints and not resume:
@@ -89,7 +131,11 @@ def check_folder(folder: str, *, resume: bool) -> None:
         f"folder {folder} already holds a run that has no checkpoint to resume from; set folder to"
         " a new one, or remove it",
     )
-    check_writable(folder, setting="folder")
+    require(
+        resume is not True or checkpoints,
+        f"resume is true, but {path / 'checkpoints'} has no checkpoint; set resume to auto to begin"
+        " a new run where there is none, or to false",
+    )
 
 
 def planned_steps(run: Path) -> int | None:
@@ -111,45 +157,3 @@ def check_time_to_save(checkpoint: CheckpointConfig) -> None:
         f"training.checkpoint.save_within_s is {checkpoint.save_within_s:g}, but torchrun kills its"
         f" ranks {waits_s} s after a signal; give it --shutdown-timeout {needs_s}",
     )
-
-
-@contextlib.contextmanager
-def owned_folder(config: AnyConfig, *, starts: bool) -> Iterator[lease.Lease | None]:
-    """A context in which this run owns its folder; gives the `Lease` on rank 0. Raises `ValueError`
-    if another run owns it, or nothing can be written there. With `starts` False it only raises
-    `ValueError` if a living process of this machine owns it.
-    """
-    if launcher.rank() != 0 or not starts:
-        if not starts:
-            refuse_unfit(Path(config.folder))
-            lease.refuse_living(Path(config.folder))
-        yield None
-        return
-    check_writable(config.folder, setting="folder")
-    patience_s = config.training.checkpoint.owner_timeout_s
-    try:
-        run_lease = lease.take(Path(config.folder), patience_s=patience_s)
-    except OSError as error:
-        raise ValueError(
-            f"folder is {config.folder}, but no file can be made there ({error}); set folder to a"
-            " folder of your own"
-        ) from None
-    try:
-        yield run_lease
-    finally:
-        run_lease.release()
-
-
-def check_observe(config: ObserveConfig) -> None:
-    """Raise `ValueError` if a package is missing that the configured metrics need."""
-    for is_set, package, setting, off in (
-        (config.tensorboard, "tensorboard", "observe.tensorboard", "false"),
-        (config.wandb_project, "wandb", "observe.wandb_project", '""'),
-        (config.mlflow_experiment, "mlflow", "observe.mlflow_experiment", '""'),
-        (config.trackio_project, "trackio", "observe.trackio_project", '""'),
-    ):
-        require(
-            not is_set or importlib.util.find_spec(package) is not None,
-            f"{setting} asks for the package {package}, which is not installed; `pip install"
-            f" {package}`, or set {setting} to {off}",
-        )

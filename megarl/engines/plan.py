@@ -1,44 +1,69 @@
-"""Checks that the inference engines fit the machine and the trainer."""
+"""Engines, refused where they do not fit the model, the machine or the trainer."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
 from inspect import iscoroutinefunction
 
 import psutil
 import transformers
 
-from megarl.checks.layout_checks import head_width
 from megarl.engines.interface import InferenceEngine
+from megarl.engines.vllm_engine import VLLM_RANKS
 from megarl.environments.user_code import function_of
 from megarl.parallel import launcher
-from megarl.parallel.layout import Layout
+from megarl.parallel.mesh import local_device
 from megarl.settings.config import RunConfig
 from megarl.settings.rollout import EngineConfig
 from megarl.settings.schema import is_own, require, shortened
-from megarl.trainer.memory import SizedParameter
-from megarl.trainer.sharding import kv_heads
-from megarl.trainer.working_memory import kept_memory, most_share
 
 CPU_HEAD_WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head widths that the CPU attention of vLLM 0.32 is compiled for."""
 
 
-def check_placement(
+def plan_engines(
     config: RunConfig,
+    hf: transformers.PretrainedConfig,
     num_policy_ranks: int,
     num_ranks: int,
     *,
+    is_started: bool,
+) -> None:
+    """Raise `ValueError` unless the engines fit the model, the way of publishing, the policy's
+    ranks and the devices. `is_started`: whether a launcher has started the ranks.
+    """
+    rollout, lora = config.rollout, config.training.lora
+    if not is_own(rollout.engine.kind):
+        check_engine_tensor(hf, rollout.engine.tensor)
+    if lora.is_on and lora.publish == "adapter":
+        require(
+            lora.rank <= VLLM_RANKS[-1],
+            f"training.lora.rank is {lora.rank} and training.lora.publish 'adapter', but vLLM"
+            f" takes adapters up to rank {VLLM_RANKS[-1]}; set training.lora.publish to 'merged'",
+        )
+        require(
+            rollout.placement != "colocated",
+            "training.lora.publish is 'adapter' and rollout.placement 'colocated', where engines"
+            " give up their weights in each step; set training.lora.publish to 'merged'",
+        )
+    on_gpus = local_device().type == "cuda"
+    hosts = num_ranks // launcher.ranks_per_host() if is_started else 1
+    check_placement(config, num_policy_ranks, hosts, shares_gpus=on_gpus, started=is_started)
+
+
+def check_placement(
+    config: RunConfig,
+    num_policy_ranks: int,
+    hosts: int,
+    *,
     shares_gpus: bool,
     started: bool = True,
-    hosts: int = 1,
 ) -> None:
     """Raise `ValueError`, with what to set, unless there are devices for all engines, and the
     configured transport can bring weights to them. `num_policy_ranks`: whose GPUs colocated engines
-    share. `shares_gpus`: trainer and engines both run on GPUs of this machine. `hosts`: their
-    number, if no launcher has `started` the ranks.
+    share. `hosts`: of the run. `shares_gpus`: trainer and engines both run on GPUs of this machine.
+    `started`: whether a launcher has started the ranks.
     """
     rollout, transport = config.rollout, config.weight_sync.transport
     colocated = rollout.placement == "colocated"
@@ -70,7 +95,6 @@ def check_placement(
         " the system lets it copy file descriptors (ptrace); remove that from the variable, or set"
         " weight_sync.transport to 'shared_memory'",
     )
-    hosts = num_ranks // launcher.ranks_per_host() if started else hosts
     require(
         hosts == 1 or transport == "point_to_point",
         f"weight_sync.transport is {transport!r}, which works within one host, but this run has"
@@ -154,21 +178,10 @@ def check_engine_tensor(hf: transformers.PretrainedConfig, tensor: int) -> None:
     )
 
 
-def check_gpu_share(
-    config: RunConfig, parameters: Sequence[SizedParameter], layout: Layout, gpu_bytes: int
-) -> None:
-    """Raise `ValueError`, with the largest possible setting, unless a GPU of `gpu_bytes` has room
-    for a colocated engine beside what the policy keeps there.
-    """
-    share = config.rollout.engine.gpu_memory_utilization
-    kept = kept_memory(parameters, layout, config)
-    require(
-        config.rollout.placement != "colocated" or share * gpu_bytes + kept <= gpu_bytes,
-        f"rollout.engine.gpu_memory_utilization is {share:g} of a GPU of {gpu_bytes / 2**30:.1f}"
-        f" GiB, where the policy keeps {kept / 2**30:.1f} GiB while engines generate and receive"
-        " weights (its own weights, those that ZeRO 3 gathers for the probe, buckets, CUDA and"
-        f" NCCL); set it to at most {most_share(kept, gpu_bytes):g}",
-    )
+def head_width(hf: transformers.PretrainedConfig) -> int:
+    """Elements of an attention head."""
+    text = hf.get_text_config()
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
 def check_cache(
@@ -186,14 +199,14 @@ def check_cache(
     the engines. `shorter` and `fewer`: settings that lower `longest` and `engines`.
     """
     text = hf.get_text_config()
-    width = head_width(text)
+    width = head_width(hf)
     require(
         width in CPU_HEAD_WIDTHS,
         f"the model's attention heads are {width} wide, which vLLM does not have on CPU; choose a"
         f" model with one of {', '.join(map(str, CPU_HEAD_WIDTHS))}",
     )
-    num_heads = max(1, kv_heads(hf) // engine.tensor)
-    values = 2 * text.num_hidden_layers * num_heads * width * longest
+    num_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    values = 2 * text.num_hidden_layers * max(1, num_heads // engine.tensor) * width * longest
     need = values * (4 if engine.dtype == "float32" else 2) / 2**30
     require(
         need <= engine.kv_cache_gib,

@@ -1,1 +1,0 @@
-"""Checks before a run: `preflight` of the recipe, `doctor` of the machine."""
