@@ -496,6 +496,7 @@ def test_what_is_wrong_is_said_and_nothing_is_written(
 def test_only_public_names_are_shown() -> None:
     assert dir(megarl) == sorted(megarl.__all__)
     assert all(
-        getattr(megarl, name).__module__ in ("megarl.api", "megarl.settings.config")
+        getattr(megarl, name).__module__
+        in ("megarl.api", "megarl.settings.config", "megarl.settings.rl")
         for name in dir(megarl)
     )
