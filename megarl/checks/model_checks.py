@@ -15,15 +15,26 @@ from megarl.checkpoints.adapter_files import CONFIG, SCORE, read_adapter, writte
 from megarl.data.tokenizer import check_tokenizer, load_tokenizer
 from megarl.engines.vllm_engine import VLLM_RANKS
 from megarl.settings.config import RunConfig
+from megarl.settings.objectives import AlgorithmConfig
 from megarl.settings.schema import require, shortened
 from megarl.settings.training import LoraConfig, ModelConfig
 from megarl.system.third_party import opening
 from megarl.trainer.attention import refuse_unsupported
+from megarl.trainer.experts import num_experts
 from megarl.trainer.heads import SCORING, HeadName
 from megarl.trainer.loading import empty_model
 from megarl.trainer.lora import A, B, chosen_layers
 from megarl.trainer.model_config import load_model_config
 from megarl.trainer.weights import base_digest
+
+
+def check_router_replay(algorithm: AlgorithmConfig, hf: transformers.PretrainedConfig) -> None:
+    """Raise `ValueError` if the routers of a model without experts are to be replayed."""
+    require(
+        algorithm.router_replay == "off" or num_experts(hf) > 0,
+        f"algorithm.router_replay is {algorithm.router_replay!r}, but model type {hf.model_type}"
+        " has no experts; leave it out",
+    )
 
 
 def check_model(

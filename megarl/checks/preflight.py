@@ -100,7 +100,9 @@ def check_run(
         folder_checks.check_writable(config.folder, setting="folder")
     tokenizer, hf = model_checks.check_model(config.model)
     warn(model_checks.unused_weights(config.model))
-    engine_checks.check_engine_kind(rollout.engine.kind, hf)
+    model_checks.check_router_replay(config.algorithm, hf)
+    replays = config.algorithm.router_replay == "rollout"
+    engine_checks.check_engine_kind(rollout.engine.kind, hf, replays_experts=replays)
     layout_checks.check_cut(config.training, config.model, hf)
     policy, names = RolePlace(ranks, layout), config.other_roles if new else ()
     roles = {name: layout_checks.check_role(name, config, hf, policy, num_ranks) for name in names}

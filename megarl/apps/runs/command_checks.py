@@ -80,7 +80,12 @@ def check_replay(config: RunConfig, ranks: int | None = None) -> RunInputs:
     """
     from megarl.checks.folder_checks import check_folder, check_observe, check_time_to_save
     from megarl.checks.layout_checks import check_cut, check_layout, check_role
-    from megarl.checks.model_checks import check_export, check_model, stop_tokens
+    from megarl.checks.model_checks import (
+        check_export,
+        check_model,
+        check_router_replay,
+        stop_tokens,
+    )
     from megarl.checks.preflight import find_checkpoint, ranks_to_check
     from megarl.rollout.batch_files import refuse_gaps
     from megarl.trainer.context import RunInputs, trained_roles
@@ -106,6 +111,7 @@ def check_replay(config: RunConfig, ranks: int | None = None) -> RunInputs:
     check_time_to_save(config.training.checkpoint)
     check_observe(config.observe)
     tokenizer, hf = check_model(config.model)
+    check_router_replay(config.algorithm, hf)
     check_cut(config.training, config.model, hf)
     check_export(config.model, tokenizer, hf)
     policy = RolePlace(members, layout)
