@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.distributed import get_tensor_model_parallel_rank
-from vllm.model_executor.layers.fused_moe.layer import MoERunner
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from megarl.types import expert_dtype
