@@ -98,11 +98,11 @@ def expandable_segments() -> str:
 
 
 def check_engine_kind(
-    kind: str, hf: transformers.PretrainedConfig, *, replays_experts: bool = False
+    kind: str, hf: transformers.PretrainedConfig, router_replay: str = "off"
 ) -> None:
     """Raise `ValueError` if `rollout.engine.kind` cannot be used: vLLM must be installed and
     support the model, an own class must have all async methods of `InferenceEngine`, and report
-    experts if training `replays_experts`.
+    experts for `algorithm.router_replay: rollout`.
     """
     if not is_own(kind):
         require(
@@ -121,7 +121,7 @@ def check_engine_kind(
         " (docs/howto/own_engine.md)",
     )
     require(
-        not replays_experts or getattr(engine, "reports_experts", False),
+        router_replay != "rollout" or getattr(engine, "reports_experts", False),
         f"algorithm.router_replay is 'rollout', but rollout.engine.kind {kind} does not report the"
         " experts of each token; set router_replay to 'trainer' or 'off', or report them"
         " (docs/howto/own_engine.md)",

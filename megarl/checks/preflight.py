@@ -101,8 +101,7 @@ def check_run(
     tokenizer, hf = model_checks.check_model(config.model)
     warn(model_checks.unused_weights(config.model))
     model_checks.check_router_replay(config.algorithm, hf)
-    replays = config.algorithm.router_replay == "rollout"
-    engine_checks.check_engine_kind(rollout.engine.kind, hf, replays_experts=replays)
+    engine_checks.check_engine_kind(rollout.engine.kind, hf, config.algorithm.router_replay)
     layout_checks.check_cut(config.training, config.model, hf)
     policy, names = RolePlace(ranks, layout), config.other_roles if new else ()
     roles = {name: layout_checks.check_role(name, config, hf, policy, num_ranks) for name in names}

@@ -221,7 +221,7 @@ def test_what_cannot_be_replayed_is_refused_in_a_line(tmp_path: Path) -> None:
     kind = f"{Path(__file__).parents[1] / 'support' / 'transformers_engine.py'}:TransformersEngine"
     check_engine_kind(kind, Qwen3MoeConfig())
     with pytest.raises(ValueError, match="does not report the experts of each token"):
-        check_engine_kind(kind, Qwen3MoeConfig(), replays_experts=True)
+        check_engine_kind(kind, Qwen3MoeConfig(), "rollout")
 
     routers = Routers(shape=(4, 2))
     wrong: Any = torch.zeros(5, 3, 2, dtype=torch.int16)
