@@ -105,6 +105,21 @@ class TokenArrays(NamedTuple):
     """[T] float32, under the engine's sampling distribution (temperature applied); 0 in environment
     segments.
     """
+    experts: np.ndarray | None = None
+    """[C, layers, K] `expert_dtype`: the experts that the engine chose for the last C >= T tokens
+    that end with this segment, earlier segments and prompt included; `unreported_experts` where it
+    does not tell. In model segments, for `algorithm.router_replay: rollout`.
+    """
+
+
+def expert_dtype(num_experts: int) -> type[np.unsignedinteger]:
+    """The type of the experts' numbers, which has one number more."""
+    return np.uint8 if num_experts < 256 else np.uint16
+
+
+def unreported_experts(dtype: Any) -> int:
+    """The number in place of an expert's where an engine does not tell: the highest of `dtype`."""
+    return int(np.iinfo(dtype).max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +289,8 @@ class Samples:
     index, index of the token of the same sample that it continues, or -1), ascending. Tokens are
     in the order in which they were made.
     """
+    experts: np.ndarray | None = None
+    """[T, layers, K], as `TokenArrays.experts`, of every token; None if engines report none."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -328,6 +345,7 @@ class Samples:
         return cls(
             offsets=np.cumsum(np.concatenate(lengths)),
             branches=np.concatenate([np.zeros((0, 2), np.int64), *branches]),
+            experts=_joined_experts(parts),
             **columns,
         )
 
@@ -362,6 +380,7 @@ class Samples:
             offsets=offsets,
             prompts=self.prompts[chosen],
             branches=np.concatenate([np.zeros((0, 2), np.int64), *branches]),
+            experts=None if self.experts is None else self.experts[places],
             **{name: getattr(self, name)[places] for name in COLUMNS},
         )
 
@@ -369,6 +388,22 @@ class Samples:
 def _moved(branches: np.ndarray, by: int) -> np.ndarray:
     """`branches` of tokens that are `by` places farther on."""
     return np.where(branches < 0, branches, branches + by)
+
+
+def _joined_experts(parts: Sequence[Samples]) -> np.ndarray | None:
+    """The `experts` of all parts; unreported those of a part that has none."""
+    known = next((chunk.experts for chunk in parts if chunk.experts is not None), None)
+    if known is None:
+        return None
+    missing = unreported_experts(known.dtype)
+    return np.concatenate(
+        [
+            np.full((len(chunk.token_ids), *known.shape[1:]), missing, known.dtype)
+            if chunk.experts is None
+            else chunk.experts
+            for chunk in parts
+        ]
+    )
 
 
 COLUMNS = {
@@ -456,6 +491,10 @@ class MicroBatch:
     begins: tuple[int, ...] = ()
     """[D] tokens before each document that it continues: the first ones of its parent, or all, and
     those that the parent continues.
+    """
+    experts: torch.Tensor | None = None
+    """[T, layers, K] int16 experts of each token, which its routers take; -1 where they choose.
+    None: they choose everywhere.
     """
 
 

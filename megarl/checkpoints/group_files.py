@@ -33,8 +33,14 @@ def write_groups(path: Path, groups: Sequence[Group], made_with: str) -> Path:
         "token_ids": _joined([segment.arrays.token_ids for segment in parts], np.int32),
         "logprobs": _joined([segment.arrays.logprobs for segment in parts], np.float32),
     }
+    told = [experts for segment in parts if (experts := segment.arrays.experts) is not None]
+    if told:
+        arrays["experts"] = np.concatenate(told)
     about = {
         "made_with": made_with,
+        "experts": [
+            0 if (experts := segment.arrays.experts) is None else len(experts) for segment in parts
+        ],
         "groups": [
             {
                 "ordinal": group.ordinal,
@@ -64,14 +70,18 @@ def read_groups(
         with safe_open(str(path), framework="np") as file:
             about = json.loads(file.get_tensor("about").tobytes())
             token_ids, logprobs = file.get_tensor("token_ids"), file.get_tensor("logprobs")
+            experts = file.get_tensor("experts") if "experts" in file.keys() else None  # noqa: SIM118
         if about["made_with"] != made_with:
             left_out += len(about["groups"])
             continue
-        end = 0
+        end = last = 0
+        counts = iter(about.get("experts", ()))  # older files have none
         for record in about["groups"]:
             for span in (span for row in record["rollouts"] for span in row["segments"]):
                 begin, end = end, end + span["num_tokens"]
-                span["arrays"] = TokenArrays(token_ids[begin:end], logprobs[begin:end])
+                first, last = last, last + next(counts, 0)
+                chosen = experts[first:last] if experts is not None and last > first else None
+                span["arrays"] = TokenArrays(token_ids[begin:end], logprobs[begin:end], chosen)
             rollouts = reader.validate_python(record["rollouts"])
             missing = [rollouts.pop() for _ in range(record.get("left_out", 0))][::-1]
             greedy = rollouts.pop() if record["has_greedy"] else None

@@ -60,7 +60,8 @@ class InferenceEngine(Protocol):
     ) -> Segment:
         """Sample one response of at most `max_tokens`; temperature 0 is greedy. `stop`: texts that
         end it, part of it; given only where an agent asks for some. Log-probs are at
-        `temperature`; `versions` say which weights made which tokens.
+        `temperature`; `versions` say which weights made which tokens. A class with
+        `reports_experts` True also fills `TokenArrays.experts`, if made with `records_experts`.
         """
         ...
 

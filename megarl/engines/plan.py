@@ -121,9 +121,12 @@ def expandable_segments() -> str:
     return ""
 
 
-def check_engine_kind(kind: str, hf: transformers.PretrainedConfig) -> None:
+def check_engine_kind(
+    kind: str, hf: transformers.PretrainedConfig, router_replay: str = "off"
+) -> None:
     """Raise `ValueError` if `rollout.engine.kind` cannot be used: vLLM must be installed and
-    support the model, an own class must have all async methods of `InferenceEngine`.
+    support the model, an own class must have all async methods of `InferenceEngine`, and report
+    experts for `algorithm.router_replay: rollout`.
     """
     if not is_own(kind):
         require(
@@ -139,6 +142,12 @@ def check_engine_kind(kind: str, hf: transformers.PretrainedConfig) -> None:
     require(
         not missing,
         f"rollout.engine.kind {kind}: it has no `async def {' and no '.join(missing)}`; add them"
+        " (docs/howto/own_engine.md)",
+    )
+    require(
+        router_replay != "rollout" or getattr(engine, "reports_experts", False),
+        f"algorithm.router_replay is 'rollout', but rollout.engine.kind {kind} does not report the"
+        " experts of each token; set router_replay to 'trainer' or 'off', or report them"
         " (docs/howto/own_engine.md)",
     )
 

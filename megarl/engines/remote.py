@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import os
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,8 @@ class GenerateRequest:
     temperature: float
     stop: tuple[str, ...] = ()
     """Texts that end the turn, beside the recipe's."""
+    reported: int = 0
+    """First tokens whose experts are known from earlier answers."""
 
 
 ENGINES: dict[str, Callable[..., InferenceEngine]] = {"vllm": Engine}
@@ -105,13 +108,18 @@ class EngineActor(ChannelActor):
         # An engine of the user's own may not know it; an agent reads up to the text all the same.
         if request.stop and "stop" in inspect.signature(self.engine.generate).parameters:
             asked["stop"] = request.stop
-        return await self.generate(
+        segment = await self.generate(
             token_ids.tolist(),
             seed=request.seed,
             max_tokens=request.max_tokens,
             temperature=request.temperature,
             **asked,
         )
+        if segment.arrays.experts is None:
+            return segment
+        new = len(token_ids) - request.reported + segment.num_tokens
+        arrays = segment.arrays._replace(experts=segment.arrays.experts[-new:])
+        return replace(segment, arrays=arrays)
 
     async def generate(self, prompt_ids: list[int], **asked: Any) -> Segment:
         return await self.engine.generate(prompt_ids, **asked)
@@ -147,6 +155,17 @@ class EngineActor(ChannelActor):
         close_recording()
 
 
+def reported_tokens(num_prompt: int, segments: Sequence[Segment]) -> int:
+    """How many first tokens of prompt and `segments` have experts in the segments' arrays."""
+    ends = itertools.accumulate((segment.num_tokens for segment in segments), initial=num_prompt)
+    told = [
+        end - 1  # an engine does not compute the last token that it samples
+        for segment, end in zip(segments, list(ends)[1:], strict=True)
+        if segment.arrays.experts is not None
+    ]
+    return max(told, default=0)
+
+
 class RemoteEngine:
     """One engine, for the rollout service."""
 
@@ -168,7 +187,10 @@ class RemoteEngine:
         stop: tuple[str, ...] = (),
     ) -> Segment:
         earlier = [segment.arrays.token_ids for segment in segments]
-        request = GenerateRequest(prompt_ids, earlier, seed, max_tokens, temperature, stop)
+        reported = reported_tokens(len(prompt_ids), segments)
+        request = GenerateRequest(
+            prompt_ids, earlier, seed, max_tokens, temperature, stop, reported
+        )
         return await self._remote.ask(request)
 
     def replaced_by(self, handle: Any) -> RemoteEngine:

@@ -16,7 +16,7 @@ from megarl.engines.interface import Pauses, Pulse
 from megarl.engines.vllm_arguments import engine_arguments, is_on_cpu, tokenizer_arguments
 from megarl.engines.vllm_core import VllmProcess, vllm_imports
 from megarl.settings.rollout import PLAIN, EngineConfig, Sampling
-from megarl.types import Segment, TokenArrays
+from megarl.types import Segment, TokenArrays, expert_dtype, unreported_experts
 from megarl.weights.weight_receipts import receipt_of_adapter
 
 BACKEND = "megarl"
@@ -34,9 +34,14 @@ VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 WORKER_EXTENSION = "megarl.weights.receiver.WeightSyncWorker"
 """Importing its module registers `BACKEND`."""
 
+RECORDING_EXTENSION = "megarl.engines.expert_record.RecordingWorker"
+"""The same, which also records experts."""
+
 
 class Engine(VllmProcess):
     """One vLLM engine (`InferenceEngine`). Errors of vLLM are raised unchanged."""
+
+    reports_experts = True
 
     def __init__(
         self,
@@ -54,11 +59,13 @@ class Engine(VllmProcess):
         sampling: Sampling = PLAIN,
         tokenizer: str = "",
         adapter_rank: int = 0,
+        records_experts: bool = False,
     ) -> None:
         """`max_tokens`: longest sequence, prompt included. `environment`: variables to set before
         vLLM is imported. `load`: read weights from disk; else they are random until version 0.
         `sleeps`: can free its GPU memory. `sampling`: where a request does not say. `tokenizer`:
         needed for stop texts. `adapter_rank`: of LoRA adapters to come; 0 for none.
+        `records_experts`: segments have `TokenArrays.experts`.
         """
         os.environ.update(environment)  # before vLLM is imported: it reads them once
         self.number, self.config, self.stop_token_ids = number, config, stop_token_ids
@@ -91,6 +98,10 @@ class Engine(VllmProcess):
             "worker_extension_cls": WORKER_EXTENSION,
             "enable_sleep_mode": sleeps,
         }
+        self._records_experts = records_experts
+        if records_experts:
+            self._arguments |= {"worker_extension_cls": RECORDING_EXTENSION}
+            self._arguments |= {"enable_return_routed_experts": not self._on_cpu}
         if adapter_rank:
             rank = min(rank for rank in VLLM_RANKS if rank >= adapter_rank)
             self._arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
@@ -121,6 +132,11 @@ class Engine(VllmProcess):
                 AsyncEngineArgs(**self._arguments | text, weight_transfer_config=transfer)
             )
         self._count_steps()
+        if self._records_experts:
+            answers = await self._llm.collective_rpc("megarl_expert_layers")
+            self._expert_layers, self._num_experts = answers[0]
+            if self._on_cpu:
+                await self._llm.collective_rpc("megarl_record_experts")
 
     async def generate(
         self,
@@ -170,10 +186,26 @@ class Engine(VllmProcess):
             arrays=TokenArrays(
                 token_ids=np.asarray(output.token_ids, dtype=np.int32),
                 logprobs=np.asarray(output.logprobs.logprobs, dtype=np.float32),
+                experts=await self._experts(final) if self._records_experts else None,
             ),
             versions=spans,
             finish="stop" if output.finish_reason == "stop" else "length",
         )
+
+    async def _experts(self, final: Any) -> np.ndarray:
+        """[T, layers, K] of all tokens of a finished request. The last one was never computed."""
+        output, dtype = final.outputs[0], expert_dtype(self._num_experts)
+        count = len(final.prompt_token_ids) + len(output.token_ids)
+        if self._on_cpu:
+            arguments = (final.request_id, count - 1)
+            answers = await self._llm.collective_rpc("megarl_take_experts", args=arguments)
+            shape, content = answers[0]
+            found = np.frombuffer(content, dtype).reshape(shape)
+        else:
+            found = output.routed_experts[: count - 1, self._expert_layers].astype(dtype)
+        experts = np.full((count, *found.shape[1:]), unreported_experts(dtype), dtype)
+        experts[: len(found)] = found
+        return experts
 
     async def score(self, token_ids: list[int], adapted: bool = True) -> list[float]:
         sampling = self._sampling(

@@ -218,10 +218,11 @@ class Attempts:
 
 def path(segments: Sequence[Segment]) -> list[Segment]:
     """The segments that the last one continues, and itself, in order."""
-    return [segments[number] for number in _numbers(segments, len(segments) - 1)]
+    return [segments[number] for number in path_numbers(segments, len(segments) - 1)]
 
 
-def _numbers(segments: Sequence[Segment], last: int) -> list[int]:
+def path_numbers(segments: Sequence[Segment], last: int) -> list[int]:
+    """Numbers of the segments that segment `last` continues, and its own, in order."""
     chain: list[int] = []
     while last >= 0:
         chain.append(last)
@@ -235,7 +236,7 @@ def trained_part(segments: list[Segment], verdict: Verdict) -> tuple[list[Segmen
     these alone; the verdict. If none is trained, it is a failure.
     """
     models = [number for number, segment in enumerate(segments) if segment.kind == "model"]
-    lines = [_numbers(segments, number) for number in models if number not in verdict.untrained]
+    lines = [path_numbers(segments, number) for number in models if number not in verdict.untrained]
     if not verdict.untrained:
         return segments, verdict
     if not lines:

@@ -16,9 +16,19 @@ import numpy as np
 
 from megarl.parallel.prefix_balance import FamilyBalance
 from megarl.parallel.prefix_tree import Size, chains, copied
+from megarl.rollout.attempts import path_numbers
 from megarl.rollout.transcripts import about, record_of
 from megarl.settings.objectives import TruncatedName
-from megarl.types import COLUMNS, Group, Rollout, Samples, Segment, StepBatch, TokenArrays
+from megarl.types import (
+    COLUMNS,
+    Group,
+    Rollout,
+    Samples,
+    Segment,
+    StepBatch,
+    TokenArrays,
+    unreported_experts,
+)
 
 Fetch = Callable[[Sequence[Any]], Sequence[TokenArrays]]
 """Loads token arrays by values of `Segment.arrays`, in their order."""
@@ -109,16 +119,20 @@ def _columns(samples: list[SamplePlan], arrays: Any) -> Samples:
     """Per-token columns of the samples. `arrays` yields the segments' `TokenArrays`, in order."""
     offsets = np.cumsum([0, *(sample.length for sample in samples)], dtype=np.int64)
     columns = {name: np.zeros(offsets[-1], dtype) for name, dtype in COLUMNS.items()}
-    branches = [np.zeros((0, 2), np.int64)]
+    branches, experts = [np.zeros((0, 2), np.int64)], _Experts(int(offsets[-1]))
     for sample, start in zip(samples, offsets[:-1].tolist(), strict=True):
         branches.append(sample.branches)
         branches[-1][branches[-1] >= 0] += start
         first, end = start, start + len(sample.prompt_ids)
         columns["token_ids"][start:end] = sample.prompt_ids
-        answered = end - 1
-        for segment in sample.segments:
+        answered, places = end - 1, [np.arange(start, end)]
+        for number, segment in enumerate(sample.segments):
             start, end = end, end + segment.num_tokens
-            token_ids, logprobs = next(arrays)
+            token_ids, logprobs, chosen = next(arrays)
+            places.append(np.arange(start, end))
+            if chosen is not None:
+                line = path_numbers(sample.segments, number)
+                experts.fill([places[0], *(places[1 + n] for n in line)], chosen)
             columns["token_ids"][start:end] = token_ids
             if sample.is_trained and segment.reward and answered >= first:
                 columns["rewards"][answered] += segment.reward
@@ -133,8 +147,25 @@ def _columns(samples: list[SamplePlan], arrays: Any) -> Samples:
         offsets=offsets,
         prompts=np.array([len(sample.prompt_ids) for sample in samples], np.int64),
         branches=np.concatenate(branches),
+        experts=experts.column,
         **columns,
     )
+
+
+@dataclass
+class _Experts:
+    """`Samples.experts` of `num_tokens` tokens, made at the first report."""
+
+    num_tokens: int
+    column: np.ndarray | None = None
+
+    def fill(self, places: Sequence[np.ndarray], experts: np.ndarray) -> None:
+        """`experts` [C, layers, K]: of the last C of the tokens at `places`, in order."""
+        missing = unreported_experts(experts.dtype)
+        if self.column is None:
+            self.column = np.full((self.num_tokens, *experts.shape[1:]), missing, experts.dtype)
+        is_told = experts[:, 0, 0] != missing
+        self.column[np.concatenate(places)[-len(experts) :][is_told]] = experts[is_told]
 
 
 def shares(

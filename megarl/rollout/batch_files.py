@@ -27,8 +27,8 @@ from megarl.types import COLUMNS, Samples, StepBatch
 
 FOLDER = "batches"
 
-FORMAT = 2
-"""A newer one is refused; 1 has no `branches`."""
+FORMAT = 3
+"""A newer one is refused; 2 has no `experts`, and 1 no `branches`."""
 
 OF_STEP = ("rewards", "groups", "response_tokens", "mini_batch_of")
 """Arrays of a `StepBatch`."""
@@ -72,9 +72,15 @@ def write_batch(
         arrays |= {
             f"samples.{n}.branches": samples.branches for n, samples in enumerate(batch.samples)
         }
+    with_experts = {
+        f"samples.{n}.experts": samples.experts
+        for n, samples in enumerate(batch.samples)
+        if samples.experts is not None
+    }
+    arrays |= with_experts
     arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     about = {
-        "format": FORMAT if has_trees else 1,
+        "format": FORMAT if with_experts else 2 if has_trees else 1,
         "step": batch.step,
         "data_ranks": num_data_ranks,
         "mini_batches": len(batch.samples),
@@ -116,7 +122,7 @@ def read_batch(path: Path) -> tuple[StepBatch, int]:
         written, digest = about["format"], about.pop("digest")
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise ValueError(f"the batch {path} cannot be read ({error})") from None
-    if written not in (1, FORMAT):
+    if not 1 <= written <= FORMAT:
         raise ValueError(
             f"{path} is of format {written}, and this version of megarl reads formats up"
             f" to {FORMAT}; use the version that wrote it, or a newer one"
@@ -135,7 +141,7 @@ def read_batch(path: Path) -> tuple[StepBatch, int]:
 
 
 def _samples(arrays: Mapping[str, np.ndarray], number: int) -> Samples:
-    names = (*OF_SAMPLES, "branches")
+    names = (*OF_SAMPLES, "branches", "experts")
     columns = {name: arrays.get(f"samples.{number}.{name}") for name in names}
     if columns["prompts"] is None:  # a file of a version that did not tell
         columns["prompts"] = np.full(len(arrays[f"samples.{number}.ids"]), -1)

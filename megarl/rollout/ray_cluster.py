@@ -99,21 +99,21 @@ MIN_OBJECT_STORE_BYTES = 512 * 2**20
 """Memory is used only as objects are stored."""
 
 BYTES_PER_TOKEN = 8
-"""Of `TokenArrays`: int32 and float32."""
+"""Of `TokenArrays` without experts: int32 and float32."""
 
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def object_store_bytes(rollout: RolloutConfig) -> int:
+def object_store_bytes(rollout: RolloutConfig, expert_bytes: int = 0) -> int:
     """Bytes for the token arrays of all rollouts kept at the same time: at most a third of the free
-    shared memory, at least `MIN_OBJECT_STORE_BYTES`.
+    shared memory, at least `MIN_OBJECT_STORE_BYTES`. `expert_bytes`: of a token's experts.
     """
     draws = rollout.dynamic_sampling.max_draws if rollout.dynamic_sampling.enabled else 1.0
     groups = draws * max(
         rollout.most_open_groups, (1 + rollout.max_staleness) * rollout.groups_per_step
     )
     tokens = groups * rollout.group_size * rollout.max_new_tokens
-    needed = int(tokens * BYTES_PER_TOKEN)
+    needed = int(tokens * (BYTES_PER_TOKEN + expert_bytes))
     free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
     return max(MIN_OBJECT_STORE_BYTES, min(needed, free // 3))
 

@@ -130,7 +130,7 @@ def plan_policy(config: RunConfig) -> tuple[PreTrainedTokenizerBase, PretrainedC
     if local_device().type == "cuda":
         check_gpus(config)
     tokenizer, hf = plan_model(config.model)
-    check_engine_kind(config.rollout.engine.kind, hf)
+    check_engine_kind(config.rollout.engine.kind, hf, config.algorithm.router_replay)
     return tokenizer, hf
 
 

@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from transformers import PretrainedConfig
+
 from megarl.checkpoints.group_files import read_groups
 from megarl.checkpoints.progress import read_progress
 from megarl.engines.client import EngineClient
@@ -37,10 +40,11 @@ from megarl.system.process_env import engine_environment, own_cluster_token
 from megarl.system.spans import Recording
 from megarl.trainer.attention import layer_windows
 from megarl.trainer.context import RunInputs
+from megarl.trainer.experts import num_experts
 from megarl.trainer.model_config import load_model_config, longest_sequence
 from megarl.trainer.prefixes import must_save
 from megarl.trainer.threads import engine_threads
-from megarl.types import START, Group
+from megarl.types import START, Group, expert_dtype
 
 
 @dataclass
@@ -102,7 +106,7 @@ def start_generation(
         Cluster(
             namespace=f"megarl-{os.getpid()}",
             token=own_cluster_token(),
-            object_store_bytes=object_store_bytes(config.rollout),
+            object_store_bytes=object_store_bytes(config.rollout, expert_bytes(config, inputs.hf)),
             hidden=config.environment.remote.token_variable,
         )
     )
@@ -118,9 +122,18 @@ def start_generation(
         load=adapts,
         adapter_rank=lora.rank if adapts else 0,
         recording=recording,
+        records_experts=config.algorithm.router_replay == "rollout",
     )
     engines = start_service(config, cluster, starts, inputs, records=True, recording=recording)
     return Generation(config, mesh, cluster, engines)
+
+
+def expert_bytes(config: RunConfig, hf: PretrainedConfig) -> int:
+    """Bytes of a token's `TokenArrays.experts`."""
+    if config.algorithm.router_replay != "rollout":
+        return 0
+    text, dtype = hf.get_text_config(), np.dtype(expert_dtype(num_experts(hf)))
+    return text.num_hidden_layers * text.num_experts_per_tok * dtype.itemsize
 
 
 def carried_groups(config: RunConfig, inputs: RunInputs, checkpoint: Path) -> list[Group]:
@@ -151,12 +164,14 @@ def start_engines(
     load: bool = False,
     adapter_rank: int = 0,
     recording: Recording | None = None,
+    records_experts: bool = False,
 ) -> EngineStarts:
     """Begin to start the engines of `config` on the joined Ray cluster, from rank 0.
 
     `ranks`: of the trainer, whose GPUs colocated engines use; empty where nothing is trained.
     `load`: read weights from disk instead of waiting for version 0. `adapter_rank`: of LoRA
-    adapters to come, or 0. `recording`: where engines write activity.
+    adapters to come, or 0. `recording`: where engines write activity. `records_experts`: they
+    report each token's experts.
     """
     engine, count = config.rollout.engine, config.rollout.num_engines
     shares = config.rollout.placement == "colocated" and bool(ranks)
@@ -187,6 +202,8 @@ def start_engines(
             kv_cache_gib=engine.kv_cache_gib,
         ),
     )
+    if records_experts:
+        arguments["records_experts"] = True
     timeouts = engine.start_timeout_s, engine.stall_timeout_s
     return EngineStarts(seats, arguments, *timeouts, takes_turns=shares).begin()
 

@@ -192,6 +192,11 @@ class AlgorithmConfig(Config):
     old_logprobs: Annotated[Literal["trainer", "engine"], OF_A_RATIO] = "trainer"
     """Denominator of the ratio: log-probs that the trainer computes before the step's first update,
     or those of the engine that sampled."""
+    router_replay: Literal["off", "rollout", "trainer"] = "off"
+    """In mixtures of experts, the experts that a token goes to in training. `off`: those that the
+    router chooses each time. `rollout`: those that the engine chose for each token of prompt and
+    response (arXiv:2510.11370). `trainer`: those that the trainer chose as it computed the step's
+    old log-probs, again in each training pass (arXiv:2507.18071)."""
     own: dict[str, bool | int | float | str] = {}
     """{name: value} for functions of your own: `config.own["name"]`, in a method
     `parts.config.algorithm.own`."""
@@ -201,6 +206,11 @@ class AlgorithmConfig(Config):
             not self.own or any(map(is_own, (self.method, self.advantage, self.loss))),
             "algorithm.own is for functions of your own, but algorithm.method, algorithm.advantage"
             f" and algorithm.loss name none; leave it out, or set one of these to {FILE}",
+        )
+        require(
+            self.router_replay != "trainer" or self.old_logprobs == "trainer",
+            "algorithm.router_replay is 'trainer', but with algorithm.old_logprobs 'engine' the"
+            " trainer computes no old log-probs; set router_replay to 'rollout' or 'off'",
         )
         for key, value in PRESETS.get(self.preset, {}).items():
             require(

@@ -98,9 +98,26 @@ class Routers:
     """What the routers of a model share during a pass, also when a layer is computed again."""
 
     chosen: Sequence[torch.Tensor] | None = None
-    """By layer of experts, [T, K] int64: the experts that each token goes to; None: those that the
-    router chooses.
+    """By layer of experts, [T, K] int64: the experts that each token goes to, -1 where the router
+    chooses; None: it chooses everywhere.
     """
+    used: list[torch.Tensor] | None = None
+    """By layer of the present pass, [T, K] int64: where they went; None: not recorded."""
+    shape: tuple[int, int] = (0, 0)
+    """(layers with experts, K)."""
+
+    def replay(self, experts: torch.Tensor | None) -> None:
+        """Take these experts, as `MicroBatch.experts`, in the passes from now on. Raises
+        `ValueError` unless they are of this model.
+        """
+        shape = self.shape if experts is None else tuple(experts.shape[1:])
+        require(
+            shape == self.shape,
+            f"engines report {shape[1]} experts of a token in {shape[0]} layers, but the policy has"
+            f" {self.shape[1]} in {self.shape[0]}; report `TokenArrays.experts` of its layers with"
+            " experts, or set algorithm.router_replay to another value",
+        )
+        self.chosen = None if experts is None else experts.long().unbind(1)
 
 
 def _route(
@@ -116,7 +133,14 @@ def _route(
         router.weight.to(dtype),
         bias if bias is None else bias.to(dtype),
     )
-    return logits, *formula(router, logits, shared.chosen[layer] if shared.chosen else None)
+    chosen = None
+    if shared.chosen is not None:
+        own = formula(router, logits.detach(), None)[1]
+        chosen = torch.where(shared.chosen[layer] < 0, own, shared.chosen[layer])
+    weights, index = formula(router, logits, chosen)
+    if shared.used is not None:
+        shared.used.append(index)
+    return logits, weights, index
 
 
 ALONE = Axis("this rank", 1, 0, (0,), None)
@@ -224,7 +248,9 @@ def shard_experts(
     {parameter: how it is split}.
     """
     shards = expert_shards(model, mesh.experts.size)
-    known = [module for module in model.modules() if type(module).__name__ in ROUTERS]
+    known: list[Any] = [m for m in model.modules() if type(m).__name__ in ROUTERS]
+    if known:
+        routers.shape = (len(known), known[0].top_k)
     for layer, router in enumerate(known):
         formula = ROUTERS[type(router).__name__]
         router.forward = partial(_route, router, formula, layer, routers)

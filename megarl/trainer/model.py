@@ -159,6 +159,7 @@ class RoleModel(nn.Module):
         * `scalar`: (scores [K] float32, ids of their samples [K] int64)
         * `states`: last hidden states [M, H], in the model's dtype
         """
+        self.routers.replay(batch.experts)
         hidden = self.model.base_model(
             input_ids=batch.token_ids[None],
             position_ids=batch.position_ids[None],

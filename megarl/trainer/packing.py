@@ -17,7 +17,7 @@ from megarl.parallel.mesh import Axis
 from megarl.parallel.sequence import cut
 from megarl.settings.training import SharePrefix
 from megarl.trainer.prefixes import must_save, tree_of
-from megarl.types import MicroBatch, Samples
+from megarl.types import MicroBatch, Samples, unreported_experts
 
 
 def padding(length: int) -> Samples:
@@ -67,7 +67,15 @@ def pack(
         ends=tensor(np.flatnonzero(np.isin(tree.places, samples.offsets[1:] - 1)), torch.int64),
         parents=tree.parents,
         begins=tuple(tree.begins.tolist()) if tree.parents else (),
+        experts=None
+        if samples.experts is None
+        else tensor(numbered(samples.experts)[tree.places], torch.int16),
     )
+
+
+def numbered(experts: np.ndarray) -> np.ndarray:
+    """`Samples.experts` as int16, -1 where engines do not tell."""
+    return np.where(experts == unreported_experts(experts.dtype), -1, experts.astype(np.int16))
 
 
 def pack_shared(
@@ -96,7 +104,8 @@ def pack_shared(
         whole = pack(Samples.concatenate([samples, filler]), device, places, share)
         indices = _cut(whole, axis.size, how, windows)
     indices_here = indices[axis.rank].to(device)
-    columns = {name: getattr(whole, name)[indices_here] for name in PER_TOKEN}
+    names = [*PER_TOKEN, *(["experts"] if whole.experts is not None else [])]
+    columns = {name: getattr(whole, name)[indices_here] for name in names}
     return replace(whole, indices=tuple(indices), **columns)
 
 

@@ -37,7 +37,7 @@ from megarl.settings.training import (
 from megarl.system.third_party import opening
 from megarl.trainer.attention import prove_attention, refuse_unsupported
 from megarl.trainer.autotp import refuse_autotp
-from megarl.trainer.experts import refuse_expert_layout
+from megarl.trainer.experts import num_experts, refuse_expert_layout
 from megarl.trainer.heads import SCORING, HeadName, refuse_head
 from megarl.trainer.loading import check_weights, empty_model
 from megarl.trainer.logits import logit_transform, refuse_transform
@@ -110,6 +110,13 @@ def plan_training(
     head: HeadName = "logprobs",
 ) -> None:
     """Raise `ValueError` if the policy cannot be trained, loaded or saved."""
+    if isinstance(config, RunConfig):
+        replay = config.algorithm.router_replay
+        require(
+            replay == "off" or num_experts(hf) > 0,
+            f"algorithm.router_replay is {replay!r}, but model type {hf.model_type} has no experts;"
+            " leave it out",
+        )
     check_cut(config.training, config.model, hf, head)
     check_export(config.model, tokenizer, hf)
     check_weights(config.model, head)

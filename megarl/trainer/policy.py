@@ -40,6 +40,7 @@ from megarl.trainer.step import (
     scale_metrics,
     token_weights,
     train_mini_batches,
+    unreported_tokens,
 )
 from megarl.trainer.step_advantages import step_advantages
 from megarl.types import MicroBatch, StepBatch, StepReport
@@ -53,6 +54,7 @@ class PolicyGradient:
     def __init__(self, policy: Role, algorithm: AlgorithmConfig, *, temperature: float) -> None:
         """`temperature`: the engines' divisor of the logits; the trainer divides by it too."""
         self.policy, self.algorithm, self.temperature = policy, algorithm, temperature
+        policy.replays_experts = algorithm.router_replay == "rollout"
         self.kl = KLControl(algorithm.kl)
         self.guard = StepGuard(policy, allowed=policy.training.max_skipped_steps)
         self.empty_steps = EmptySteps(self.guard, policy.training.max_empty_steps)
@@ -83,7 +85,10 @@ class PolicyGradient:
         columns = dict(columns)
         if (first := self._first_scored()) < len(packed):
             columns["logprobs"] = self.policy.score(
-                batch, packed, temperature=self.temperature, skip=first
+                *(batch, packed),
+                temperature=self.temperature,
+                skip=first,
+                keeps_experts=self.algorithm.router_replay == "trainer",
             )
         if problem := self._input_problem(batch, columns):
             self.guard.skip(problem)
@@ -137,6 +142,8 @@ class PolicyGradient:
         epochs = self.policy.training.epochs_per_step
         report |= computed_tokens(itertools.chain(*packed), self.policy, epochs)
         report |= rates | scale_metrics(self.policy)
+        if self.policy.replays_experts:
+            report |= unreported_tokens(batch.samples, self.policy)
         return StepReport(step=batch.step, metrics=batch.metrics | report)
 
     def _input_problem(self, batch: StepBatch, columns: Mapping[str, Column]) -> str:

@@ -8,6 +8,7 @@ A frozen role scores samples. `megarl.trainer.step.optimizer_step` trains a role
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
@@ -62,6 +63,8 @@ class Role:
             training = replace(training, lora=LoraConfig())
         self.name, self.mesh, self.device, self.training = name, mesh, device, training
         self.head: HeadName = head
+        self.replays_experts = False
+        """Whether its routers take the experts that engines report with samples."""
         drop_stale_locks()  # DeepSpeed compiles at first use, and would wait for them
         with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
             confine(mesh)
@@ -141,6 +144,8 @@ class Role:
         each one's samples. Sequence-parallel ranks pass the same arguments; each gets its part.
         """
         training = self.training
+        if not self.replays_experts:
+            samples = dataclasses.replace(samples, experts=None)
         return pack_mini_batch(
             *(samples, micro_batches, self.device, self.mesh.sequence),
             *(training.sequence.cut, training.share_prefix, self.windows),
@@ -159,22 +164,29 @@ class Role:
         *,
         temperature: float = 1.0,
         skip: int = 0,
+        keeps_experts: bool = False,
     ) -> Column:
         """A column over a step's samples, without gradients. By head: log-probs at `temperature`,
         the divisor of the logits; values; with "scalar" each sample's score, at its last token;
         with "states" hidden states [T, H] in the model's dtype. The first `skip` mini-batches stay
-        0.
+        0. `keeps_experts`: put the experts that the routers choose into the others of `packed`.
         """
         span_kind = "logprobs" if self.name == "policy" else "score"
         with activity(f"{self.head} of the {self.name}", kind=span_kind):
             parts = enumerate(zip(batch.samples, packed, strict=True))
             return [
-                self._scored(samples, micro_batches if number >= skip else (), temperature)
+                self._scored(
+                    samples, micro_batches if number >= skip else (), temperature, keeps_experts
+                )
                 for number, (samples, micro_batches) in parts
             ]
 
     def _scored(
-        self, samples: Samples, micro_batches: Sequence[MicroBatch], temperature: float
+        self,
+        samples: Samples,
+        micro_batches: Sequence[MicroBatch],
+        temperature: float,
+        keeps_experts: bool = False,
     ) -> torch.Tensor:
         """The column of one mini-batch, 0 for tokens outside `micro_batches`."""
         width, dtype = (), torch.float32
@@ -183,8 +195,15 @@ class Role:
             width, dtype = (text.hidden_size,), DTYPES[self.training.dtype]
         column = torch.zeros(len(samples.token_ids), *width, dtype=dtype, device=self.device)
         last = dict(zip(samples.ids.tolist(), (samples.offsets[1:] - 1).tolist(), strict=True))
-        for micro in micro_batches:
+        routers = self.engine.module.routers
+        for index, micro in enumerate(micro_batches):
+            routers.used = [] if keeps_experts else None
             output = self.engine(micro, temperature)
+            if routers.used is not None:
+                assert isinstance(micro_batches, list)
+                experts = torch.stack(routers.used, 1).to(torch.int16)
+                micro_batches[index] = dataclasses.replace(micro, experts=experts)
+                routers.used = None
             if self.head == "scalar":
                 scores, ids = output
                 column[[last[name] for name in ids.tolist()]] = scores

@@ -19,10 +19,11 @@ from megarl.parallel.collectives import all_reduce, all_reduce_max, gather_objec
 from megarl.parallel.mesh import Axis
 from megarl.settings.objectives import AggregationName, AlgorithmConfig
 from megarl.system.spans import Kind, Span, activity
+from megarl.trainer.branches import next_tokens
 from megarl.trainer.finite import StepGuard
 from megarl.trainer.prefixes import saved_tokens
 from megarl.trainer.role import Role
-from megarl.types import MicroBatch, StepBatch
+from megarl.types import MicroBatch, Samples, StepBatch, unreported_experts
 
 GAPS = ("count", "sum_abs", "sum_k1", "sum_k3", "sum_outside")
 """Sums of `mismatch` that are reported as metrics."""
@@ -201,6 +202,19 @@ def computed_tokens(
         "tokens/computed": epochs * value["computed"],
         "tokens/shared_saved": epochs * value["saved"],
     }
+
+
+def unreported_tokens(parts: Sequence[Samples], role: Role) -> dict[str, float]:
+    """{"router_replay/unreported": tokens of a step's samples, over all ranks, whose experts no
+    engine reports}, without the last ones, on which nothing depends. Collective.
+    """
+    metrics = StepMetrics(role.device, ("unreported",))
+    for samples in parts if role.mesh.sequence.rank == 0 else ():
+        is_missing, experts = next_tokens(samples)[0] >= 0, samples.experts
+        if experts is not None:
+            is_missing &= experts[:, 0, 0] == unreported_experts(experts.dtype)
+        metrics.add(unreported=int(is_missing.sum()))
+    return {"router_replay/unreported": metrics.reduce(role.mesh.gradient)["unreported"]}
 
 
 def token_weights(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -130,7 +130,9 @@ class BatchTransfer:
         """
         if self.is_shared:
             assert batch is not None
-            return RoleBatch(batch, packed)
+            # Experts are the policy's.
+            own = [[replace(micro, experts=None) for micro in rows] for rows in packed]
+            return RoleBatch(batch, own)
         parts = batch.samples if batch is not None else []
         plan = self._plan = self._describe(parts)
         tokens = [torch.from_numpy(samples.token_ids) for samples in parts]

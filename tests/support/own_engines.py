@@ -33,3 +33,12 @@ class CompiledEngine(Engine):
             "enable_chunked_prefill": True,
             "max_num_batched_tokens": self.config.max_batched_tokens,
         }
+
+
+class Crowded(SmallCache):
+    """With a cache that is soon full, and prompts in parts; for greedy requests."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._arguments |= {"enable_chunked_prefill": True, "max_num_batched_tokens": 48}
+        self._arguments |= {"max_num_seqs": 16}

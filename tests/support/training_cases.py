@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from megarl.parallel.layout import Layout
@@ -28,7 +29,7 @@ RATE = 1e-3
 Case = dict[str, Any]
 """layout, stage, and optionally model, sequence, training, optimizer, algorithm, groups, prompts:
 see `three_steps`. `equal`: every second group has equal rewards, and is "sent" to the ranks or
-"skipped". `trees`: rollouts are trees, which are computed "once" or as sequences from the root to
+"skipped". `experts`: what engines report, arguments of `with_experts`. `trees`: rollouts are trees, which are computed "once" or as sequences from the root to
 each leaf, "repeated".
 """
 
@@ -101,6 +102,9 @@ def three_steps(case: Case, mesh: Any, device: Any, sequence: Any) -> Any:
         )
         everything = everything.select(everything.ids.argsort())
         batch = plan.share(mesh.data.rank)
+        if "experts" in case:
+            told = [with_experts(part, **case["experts"]) for part in batch.samples]
+            batch = replace(batch, samples=told)
         if case.get("trees") == "repeated":
             everything, places, _ = lineages(everything)
             order, batch = torch.from_numpy(places[everything.mask]).argsort(), repeated(batch)
@@ -119,6 +123,16 @@ def three_steps(case: Case, mesh: Any, device: Any, sequence: Any) -> Any:
     weights = whole_weights(policy.engine)
     policy.engine.destroy()
     return reports, logprobs, entropies, weights
+
+
+def with_experts(samples: Samples, *, layers: int, count: int, chosen: int) -> Samples:
+    """Samples of which engines report `chosen` of `count` experts, by token and layer, but for every
+    fifth token.
+    """
+    starts = samples.token_ids.astype(int)[:, None, None] * 3 + np.arange(layers)[:, None] * 2
+    experts = ((starts + np.arange(chosen)) % count).astype(np.uint8)
+    experts[samples.token_ids % 5 == 0] = 255
+    return replace(samples, experts=experts)
 
 
 def differences(one: Any, other: Any) -> dict[str, float]:
