@@ -22,6 +22,7 @@ from megarl.parallel.launcher import warn
 from megarl.parallel.layout import Layout, resolve
 from megarl.parallel.mesh import Axis, local_device
 from megarl.settings.config import AnyConfig, DistillConfig, RunConfig
+from megarl.settings.objectives import AlgorithmConfig
 from megarl.settings.schema import replace, require, shortened
 from megarl.settings.training import (
     CriticConfig,
@@ -111,16 +112,20 @@ def plan_training(
 ) -> None:
     """Raise `ValueError` if the policy cannot be trained, loaded or saved."""
     if isinstance(config, RunConfig):
-        replay = config.algorithm.router_replay
-        require(
-            replay == "off" or num_experts(hf) > 0,
-            f"algorithm.router_replay is {replay!r}, but model type {hf.model_type} has no experts;"
-            " leave it out",
-        )
+        check_router_replay(config.algorithm, hf)
     check_cut(config.training, config.model, hf, head)
     check_export(config.model, tokenizer, hf)
     check_weights(config.model, head)
     check_adapters(config.training.lora, config.model, head)
+
+
+def check_router_replay(algorithm: AlgorithmConfig, hf: transformers.PretrainedConfig) -> None:
+    """Raise `ValueError` if the routers of a model without experts are to be replayed."""
+    require(
+        algorithm.router_replay == "off" or num_experts(hf) > 0,
+        f"algorithm.router_replay is {algorithm.router_replay!r}, but model type {hf.model_type}"
+        " has no experts; leave it out",
+    )
 
 
 def check_cut(

@@ -21,8 +21,7 @@ from support.rollouts import dealt, segment
 from support.trees import before, branched, path
 
 from megarl.checkpoints.group_files import read_groups, write_groups
-from megarl.checks.engine_checks import check_engine_kind
-from megarl.checks.model_checks import check_router_replay
+from megarl.engines.plan import check_engine_kind
 from megarl.engines.remote import reported_tokens
 from megarl.parallel.mesh import Axis
 from megarl.rollout.attempts import path as path_of
@@ -32,6 +31,7 @@ from megarl.settings.training import SharePrefix
 from megarl.trainer.branches import next_tokens
 from megarl.trainer.experts import Routers
 from megarl.trainer.packing import pack, pack_shared
+from megarl.trainer.plan import check_router_replay
 from megarl.trainer.prefixes import must_save, tree_of
 from megarl.types import (
     Group,
