@@ -9,7 +9,7 @@ To support another router, add its class to `ROUTERS`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -34,6 +34,8 @@ from megarl.parallel.experts import TokenRoute
 from megarl.parallel.mesh import Axis, ProcessMesh
 from megarl.parallel.tensor import Shard, parameter
 from megarl.settings.schema import require
+from megarl.settings.training import ExpertsConfig
+from megarl.trainer.expert_balance import ExpertLoad
 
 EXPERTS = "megarl_experts"
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -101,6 +103,7 @@ class Routers:
     """By layer of experts, [T, K] int64: the experts that each token goes to; None: those that the
     router chooses.
     """
+    load: ExpertLoad = field(default_factory=lambda: ExpertLoad(ExpertsConfig()))
 
 
 def _route(
@@ -116,7 +119,9 @@ def _route(
         router.weight.to(dtype),
         bias if bias is None else bias.to(dtype),
     )
-    return logits, *formula(router, logits, shared.chosen[layer] if shared.chosen else None)
+    weights, index = formula(router, logits, shared.chosen[layer] if shared.chosen else None)
+    shared.load.add(layer, logits, index)
+    return logits, weights, index
 
 
 ALONE = Axis("this rank", 1, 0, (0,), None)
@@ -228,6 +233,7 @@ def shard_experts(
     for layer, router in enumerate(known):
         formula = ROUTERS[type(router).__name__]
         router.forward = partial(_route, router, formula, layer, routers)
+    routers.load.routers, routers.load.num_experts = known, count
     for owner, layer in expert_layers(model).items():
         layer.ranks = ExpertRanks(mesh.expert, mesh.experts, mesh.tensor, backend)  # type: ignore
         for name, whole in list(layer.named_parameters()):
