@@ -35,7 +35,7 @@ from megarl.parallel.mesh import Axis, ProcessMesh
 from megarl.parallel.tensor import Shard, parameter
 from megarl.settings.schema import require
 from megarl.settings.training import ExpertsConfig
-from megarl.trainer.expert_balance import ExpertLoad
+from megarl.trainer.expert_balance import BIAS, ExpertLoad
 
 EXPERTS = "megarl_experts"
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -191,6 +191,39 @@ def refuse_experts(model: PreTrainedModel) -> None:
             f"model type {model.config.model_type} is a mixture of experts with {names}, which"
             f" training does not support (known: {', '.join(ROUTERS)}); choose another model"
         )
+
+
+def refuse_unusual_experts(config: transformers.PretrainedConfig) -> None:
+    """Raise `ValueError` for quantised weights, and a mixture that drops tokens."""
+    quantised = getattr(config, "quantization_config", None)
+    require(
+        not quantised,
+        f"model type {config.model_type} has quantised weights (quantization_config in its"
+        " config.json), which are not trained; set model.path to a copy in bfloat16, such as"
+        " transformers' from_pretrained with dequantize=True and save_pretrained write",
+    )
+    text = vars(config.get_text_config()) if num_experts(config) else {}
+    limits = [name for name, value in text.items() if "capacity" in name and value]
+    require(
+        not limits,
+        f"{', '.join(limits)} in config.json of model type {config.model_type} would drop tokens"
+        " beyond an expert's capacity, which training does not; remove it",
+    )
+
+
+def refuse_balance(model: PreTrainedModel, settings: ExpertsConfig) -> None:
+    """Raise `ValueError`, with the setting to change, if a model lacks what `settings` balances."""
+    routers = [module for module in model.modules() if type(module).__name__ in ROUTERS]
+    kind = model.config.model_type
+    require(
+        bool(routers) or not settings.is_on,
+        f"training.experts balances experts, but model type {kind} has none; leave it out",
+    )
+    require(
+        settings.bias_rate == 0 or all(hasattr(router, BIAS) for router in routers),
+        f"training.experts.bias_rate is {settings.bias_rate:g}, but the routers of model type"
+        f" {kind} have no bias for it; set it to 0",
+    )
 
 
 def refuse_expert_layout(

@@ -88,7 +88,7 @@ def by_transformers(folder: str, favourite: int | None) -> tuple[Any, ...]:
     if hasattr(routers_of(model)[0], "e_score_correction_bias"):
         parts = []
         for layer, choices in zip(layers, chosen, strict=True):
-            scores, index = layer.sigmoid(), torch.cat(choices)
+            scores, index = layer.double().sigmoid(), torch.cat(choices)
             shares = torch.nn.functional.one_hot(index, count).sum(1).double().mean(0)
             parts.append(count * shares @ (scores / scores.sum(-1, keepdim=True)).mean(0))
     else:
