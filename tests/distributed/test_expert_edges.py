@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.mixtures import write_mixture
+from support import training_cases
+from support.mixtures import prefer, write_mixture
 from support.policy import on_mesh
 from support.ranks import run_ranks
+from support.training_cases import assert_equal
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from megarl.settings.training import ExpertsConfig, ModelConfig, TrainingConfig
+from megarl.settings.training import ExpertsConfig, LoraConfig, ModelConfig, TrainingConfig
 from megarl.trainer.attention import ATTENTION
 from megarl.trainer.experts import EXPERTS
 from megarl.trainer.loading import load_model_config, without_dropout
@@ -46,10 +48,7 @@ def build(folder: str, attention: str, favourite: int | None = None) -> Any:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, config=config, dtype=torch.float64, attn_implementation=attention, **ours
     )
-    for router in routers_of(model) if favourite is not None else ():
-        for name in ("bias", "e_score_correction_bias"):
-            if hasattr(router, name):
-                getattr(router, name).data[favourite] = 50.0
+    prefer(model, favourite)
     return model.double().train()
 
 
@@ -178,3 +177,110 @@ def test_one_rank_computes_what_transformers_does(
         assert max(map(abs, worst.values())) < 1e-5, (case, worst)
         if "one expert" in case:
             assert metrics["experts/largest_share"] == 8 and metrics["experts/unused"] == 14
+
+
+EVEN = ExpertsConfig(balance_coefficient=0.05, z_coefficient=0.01)
+EDGES: dict[str, tuple[dict[str, Any], dict[str, Any], list[tuple[tuple[int, ...], int]]]] = {
+    "nine experts": (
+        dict(kind="qwen3_moe", num_experts=9),
+        {},
+        [((3, 1, 1, 3), 1), ((1, 3, 1, 3), 3), ((3, 1, 1, 3), 0)],
+    ),
+    "six experts, top 1": (
+        dict(kind="mixtral", num_local_experts=6, num_experts_per_tok=1),
+        {},
+        [((3, 1, 1, 3), 3), ((1, 3, 1, 3), 2), ((1, 1, 2, 1), 0)],
+    ),
+    "ranks without tokens": (
+        dict(kind="gpt_oss", num_experts_per_tok=1, favourite=3),
+        {"training": {"experts": EVEN}},
+        [((2, 1, 1, 2), 3), ((2, 1, 1, 2), 0), ((2, 2, 1, 4), 1)],
+    ),
+    "top 8": (
+        dict(kind="olmoe", num_experts=16, num_experts_per_tok=8),
+        {"num_mini_batches": 2},
+        [((2, 1, 1, 2), 2)],
+    ),
+    "even": (
+        dict(kind="qwen3_moe"),
+        {"training": {"experts": EVEN}, "num_mini_batches": 2},
+        [((2, 1, 1, 2), 2), ((1, 2, 1, 1), 3), ((1, 2, 2, 2), 1), ((3, 1, 1, 1), 0)],
+    ),
+    "even, recomputed": (
+        dict(kind="mixtral"),
+        {"training": {"experts": EVEN, "gradient_checkpointing": True}},
+        [((2, 1, 1, 2), 3), ((1, 1, 2, 1), 0), ((1, 2, 1, 2), 1)],
+    ),
+    "even, shared prefixes": (
+        dict(kind="glm4_moe"),
+        {"training": {"experts": EVEN, "share_prefix": "on"}, "prompts": (5, 20)},
+        [((2, 1, 1, 2), 1), ((1, 2, 1, 2), 3)],
+    ),
+    "even, trees": (
+        dict(kind="qwen3_moe"),
+        {"training": {"experts": EVEN}, "trees": "once"},
+        [((2, 1, 1, 2), 3), ((1, 2, 1, 2), 0)],
+    ),
+    "bias": (
+        dict(kind="glm4_moe"),
+        {"training": {"experts": ExpertsConfig(bias_rate=0.02)}, "num_mini_batches": 2},
+        [((2, 1, 1, 2), 3), ((1, 1, 2, 1), 0), ((2, 1, 2, 2), 2)],
+    ),
+    "short rows": (
+        dict(kind="olmoe"),
+        {"tokens": 2, "prompts": (1, 1)},
+        [((1, 2, 1, 2), 0), ((1, 4, 1, 4), 3), ((2, 2, 1, 4), 1)],
+    ),
+    "adapters": (
+        dict(kind="qwen3_moe"),
+        {"training": {"lora": LoraConfig(rank=4)}},
+        [((2, 1, 1, 2), stage) for stage in range(4)] + [((1, 2, 2, 2), 1)],
+    ),
+    "optimizer on the host": (
+        dict(kind="qwen3_moe"),
+        {"training": {"offload_optimizer": True}},
+        [((2, 1, 1, 2), stage) for stage in (1, 2, 3)],
+    ),
+}
+"""{name: (model as `write_mixture` takes it, settings of the case, its layouts and ZeRO stages)}"""
+
+
+@pytest.fixture(scope="module")
+def edges(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folders = {}
+    for name, (model, _, _) in EDGES.items():
+        sizes = {key: value for key, value in model.items() if key != "favourite"}
+        folders[name] = write_mixture(tmp_path_factory.mktemp("edge"), **sizes)
+        if "favourite" in model:
+            made = transformers.AutoModelForCausalLM.from_pretrained(folders[name])
+            prefer(made, model["favourite"])
+            made.save_pretrained(folders[name])
+    return folders
+
+
+@pytest.fixture(scope="module")
+def oracles(edges: dict[str, str]) -> dict[str, Any]:
+    """Each case on one rank; trees there as sequences."""
+    cases = []
+    for name, (_, settings, _) in EDGES.items():
+        training = {**settings.get("training", {}), "offload_optimizer": False}
+        training |= {"share_prefix": "off"} if "share_prefix" in training else {}
+        case = {**settings, "training": training, "layout": (1, 1, 1), "stage": 0}
+        case |= {"trees": "repeated"} if "trees" in settings else {}
+        cases.append({**case, "model": edges[name]})
+    found = run_ranks(1, training_cases.__file__, "run_cases", cases, timeout_s=600)[0]
+    return dict(zip(EDGES, found, strict=True))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_layouts_agree_at_the_edges(
+    edges: dict[str, str], oracles: dict[str, Any], size: int
+) -> None:
+    expected, cases = [], []
+    for name, (_, settings, layouts) in EDGES.items():
+        for layout, stage in layouts:
+            if layout[0] * layout[1] * layout[2] == size:
+                cases.append({**settings, "layout": layout, "stage": stage, "model": edges[name]})
+                expected.append(oracles[name])
+    found = run_ranks(size, training_cases.__file__, "run_cases", cases, timeout_s=900)
+    assert_equal(expected, cases, found)
