@@ -4,24 +4,36 @@ alike in every layout.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
+from safetensors.torch import load_file
 from support import training_cases
 from support.mixtures import prefer, write_mixture
-from support.policy import on_mesh
+from support.policy import joined, make_role, on_mesh, whole_weights
 from support.ranks import run_ranks
 from support.training_cases import assert_equal
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+from megarl.parallel.layout import Layout
+from megarl.parallel.mesh import ProcessMesh
 from megarl.settings.training import ExpertsConfig, LoraConfig, ModelConfig, TrainingConfig
 from megarl.trainer.attention import ATTENTION
+from megarl.trainer.expert_balance import ExpertLoad
 from megarl.trainer.experts import EXPERTS
+from megarl.trainer.finite import StepGuard
 from megarl.trainer.loading import load_model_config, without_dropout
 from megarl.trainer.model import RoleModel
 from megarl.trainer.packing import pack, padding
+from megarl.trainer.step import StepMetrics, optimizer_step
 from megarl.types import MicroBatch, Samples
 
 BALANCE, Z = 0.7, 0.3
@@ -284,3 +296,166 @@ def test_layouts_agree_at_the_edges(
                 expected.append(oracles[name])
     found = run_ranks(size, training_cases.__file__, "run_cases", cases, timeout_s=900)
     assert_equal(expected, cases, found)
+
+
+STATE = str(Path(__file__).with_name("test_zero_state.py"))
+ONE = ((1, 1, 1), 0)
+MOVES = [
+    (ONE, ((2, 1, 1, 2), 1)),
+    (((2, 1, 1, 2), 3), ONE),
+    (((2, 1, 1, 2), 0), ((2, 1, 1, 1), 2)),
+    (((2, 1, 1, 2), 2), ((4, 1, 1, 4), 3)),
+    (((4, 1, 1, 4), 1), ((2, 1, 1, 2), 3)),
+    (((1, 2, 2, 2), 3), ((2, 1, 1, 1), 0)),
+    (((2, 2, 1, 2), 2), ((2, 1, 1, 2), 0)),
+]
+"""Layout and ZeRO stage of a checkpoint, and of the run that resumes it."""
+
+
+def in_turn(cases: list[dict[str, Any]]) -> list[Any]:
+    """What rank 0 finds in each case of `test_zero_state.train`."""
+    sizes = [int(np.prod(case["where"][0][:3])) for case in cases]
+    found: dict[int, Any] = {}
+    for size in sorted(set(sizes)):
+        mine = [number for number, other in enumerate(sizes) if other == size]
+        answers = run_ranks(size, STATE, "train", [cases[number] for number in mine])[0]
+        found |= dict(zip(mine, answers, strict=True))
+    return [found[number] for number in range(len(cases))]
+
+
+@pytest.mark.timeout(900)
+def test_experts_and_biases_resume_under_another_layout(tmp_path: Path) -> None:
+    model = write_mixture(tmp_path / "model", "glm4_moe", n_routed_experts=8)
+
+    def case(where: Any, save: str, load: str = "") -> dict[str, Any]:
+        training = {"experts": ExpertsConfig(bias_rate=0.05, balance_coefficient=0.01)}
+        where = (*where, "float32", False)
+        return {"model": model, "where": where, "load": load, "save": save, "training": training}
+
+    sources = list(dict.fromkeys([ONE, *(source for source, _ in MOVES)]))
+    folders = {where: tmp_path / f"source{number}" for number, where in enumerate(sources)}
+    straight = in_turn([case(where, str(folders[where])) for where in sources])
+    cases = [
+        case(target, str(tmp_path / f"again{number}"), str(folders[source] / "step_000002"))
+        for number, (source, target) in enumerate(MOVES)
+    ]
+    found = in_turn(cases)
+    first = load_file(folders[ONE] / "step_000002" / "model" / "model.safetensors")
+    biases = [name for name in first if name.endswith("e_score_correction_bias")]
+    assert biases and all(first[name].abs().max() > 0.05 for name in biases)
+    for folder in [*folders.values(), *(Path(one["save"]) for one in cases)]:
+        saved = load_file(folder / "step_000002" / "model" / "model.safetensors")
+        assert saved.keys() == first.keys()
+        for name in saved:
+            assert (saved[name] - first[name]).norm() <= 1e-5 * first[name].norm(), (folder, name)
+    for reports, weights, steps in [*straight[1:], *found]:
+        assert steps == straight[0][2]
+        for mine, theirs in zip(reports, straight[0][0][-len(reports) :], strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-5)
+        for name, other in straight[0][1].items():
+            assert (weights[name] - other).norm() < 1e-5 * other.norm(), name
+
+
+def trained_heads(folder: str, cases: list[tuple[Any, int, Any]]) -> list[Any]:
+    """Per (layout, ZeRO stage, head): gradient norms and weights of three steps."""
+    found = []
+    with joined() as device:
+        for layout, stage, head in cases:
+            with ProcessMesh(Layout(*layout), timeout_s=60) as mesh:
+                role = make_role(folder, mesh, device, steps=3, head=head, zero_stage=stage)
+                samples = [Samples.one(n, ids) for n, ids in enumerate(documents())]
+                mine = samples[mesh.data.rank :: mesh.data.size]
+                micro_batches = role.pack(Samples.concatenate(mine), [[*range(len(mine))]])
+
+                def loss(micro: MicroBatch, role: Any = role) -> torch.Tensor:
+                    out = role.engine(micro, 1.0)
+                    if role.head == "scalar":
+                        return (out[0] - 0.1 * out[1]).square().sum()
+                    return (out - 0.05 * micro.position_ids[micro.mask]).square().sum() / 50
+
+                guard, norms = StepGuard(role, allowed=0), []
+                for _ in range(3):
+                    taken = optimizer_step(
+                        role, micro_batches, loss, guard, StepMetrics(device, ())
+                    )
+                    assert taken is not None
+                    norms.append(taken[0])
+                load = role.engine.module.routers.load
+                found.append((norms, whole_weights(role.engine), load.take_metrics()))
+                role.destroy()
+    return found
+
+
+def test_critics_and_reward_models_of_mixtures(tmp_path: Path) -> None:
+    folder, heads = write_mixture(tmp_path, "olmoe"), ("value", "scalar")
+    oracle = run_ranks(1, __file__, "trained_heads", folder, [(*ONE, head) for head in heads])[0]
+    cases = [
+        (layout, stage, head)
+        for head in heads
+        for layout, stage in [((2, 1, 1, 2), 3), ((1, 2, 1, 2), 1), ((2, 1, 1, 2), 0)]
+    ]
+    for results in run_ranks(2, __file__, "trained_heads", folder, cases):
+        for (layout, _, head), (norms, weights, metrics) in zip(cases, results, strict=True):
+            expected = oracle[heads.index(head)]
+            assert norms == pytest.approx(expected[0], rel=1e-5), (layout, head)
+            assert metrics == pytest.approx(expected[2], rel=1e-5)
+            for name, other in expected[1].items():
+                assert (weights[name] - other).norm() <= 1e-5 * other.norm(), (layout, name)
+
+
+@contextmanager
+def counted(rank: int, size: int) -> Iterator[tuple[list[int], list[int], set[torch.dtype]]]:
+    """Lists of bytes of rows that leave this rank in each all-to-all; of (token, expert) pairs
+    with an expert elsewhere in each layer; and dtypes of routers' logits.
+    """
+    bytes_sent, pairs, dtypes = list[int](), list[int](), set[torch.dtype]()
+    exchange, add = dist.all_to_all_single, ExpertLoad.add
+
+    def exchanged(out: Any, rows: Any, received: Any = None, sent: Any = None, **more: Any) -> Any:
+        if sent is not None:
+            own = sent[rank] * rows[0].numel() if len(rows) else 0
+            bytes_sent.append((rows.numel() - own) * rows.element_size())
+        return exchange(out, rows, received, sent, **more)
+
+    def added(load: Any, layer: int, logits: torch.Tensor, index: torch.Tensor) -> None:
+        here = index // (logits.shape[1] // size) == rank
+        pairs.append(int((~here).sum()))
+        dtypes.add(logits.dtype)
+        add(load, layer, logits, index)
+
+    with (
+        patch("torch.distributed.all_to_all_single", exchanged),
+        patch.object(ExpertLoad, "add", added),
+    ):
+        yield bytes_sent, pairs, dtypes
+
+
+def traffic(folder: str, precision: Any) -> tuple[list[int], list[int], list[Any]]:
+    with on_mesh(2, 1, 1, 2) as (mesh, device):
+        role = make_role(folder, mesh, device, steps=1, zero_stage=1, precision=precision)
+        samples = [Samples.one(n, ids) for n, ids in enumerate(documents(mesh.rank))]
+        micro_batches = role.pack(Samples.concatenate(samples), [[*range(len(samples))]])
+        with counted(mesh.rank, 2) as (bytes_sent, pairs, dtypes):
+            taken = optimizer_step(
+                *(role, micro_batches, lambda micro: role.engine(micro, 1.0)[0].sum()),
+                *(StepGuard(role, allowed=0), StepMetrics(device, ())),
+            )
+        assert taken is not None
+        buffers = {value.dtype for value in role.engine.module.stored_buffers().values()}
+        role.destroy()
+    return bytes_sent, pairs, [*dtypes, *buffers]
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_each_pair_travels_once_each_way(tmp_path: Path, precision: str) -> None:
+    """And routers compute in float32 in 16 bit."""
+    folder = write_mixture(tmp_path, "glm4_moe")
+    size = 4 if precision == "float32" else 2
+    results = run_ranks(2, __file__, "traffic", folder, precision)
+    arrive = [results[1][1], results[0][1]]
+    for (sent, leave, dtypes), come in zip(results, arrive, strict=True):
+        assert dtypes == [torch.float32, torch.float32]
+        row = 64 * size
+        ways = [way for a, b in zip(leave, come, strict=True) for way in (a * row, b * row)]
+        # Out and back in the forward pass; gradients the other way round in the backward pass.
+        assert sent[: len(ways)] == ways and sum(sent) == 2 * sum(ways)
