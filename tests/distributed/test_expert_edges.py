@@ -4,6 +4,7 @@ alike in every layout.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,9 +29,10 @@ from megarl.parallel.mesh import ProcessMesh
 from megarl.settings.training import ExpertsConfig, LoraConfig, ModelConfig, TrainingConfig
 from megarl.trainer.attention import ATTENTION
 from megarl.trainer.expert_balance import ExpertLoad
-from megarl.trainer.experts import EXPERTS
+from megarl.trainer.experts import EXPERTS, refuse_balance
 from megarl.trainer.finite import StepGuard
-from megarl.trainer.loading import load_model_config, without_dropout
+from megarl.trainer.loading import empty_model, load_model_config, without_dropout
+from megarl.trainer.lora import chosen_layers
 from megarl.trainer.model import RoleModel
 from megarl.trainer.packing import pack, padding
 from megarl.trainer.step import StepMetrics, optimizer_step
@@ -189,6 +191,27 @@ def test_one_rank_computes_what_transformers_does(
         assert max(map(abs, worst.values())) < 1e-5, (case, worst)
         if "one expert" in case:
             assert metrics["experts/largest_share"] == 8 and metrics["experts/unused"] == 14
+
+
+def test_mixtures_that_training_does_not_know_are_refused(tmp_path: Path) -> None:
+    mixtral = ModelConfig(path=write_mixture(tmp_path / "mixtral", "mixtral"))
+    noisy = write_mixture(tmp_path / "noise", "mixtral", router_jitter_noise=0.1)
+    assert empty_model(ModelConfig(path=noisy)).config.router_jitter_noise == 0.0
+    limited = write_mixture(tmp_path / "limited", "mixtral", expert_capacity=4)
+    with pytest.raises(ValueError, match=r"expert_capacity in config.json .* remove it"):
+        empty_model(ModelConfig(path=limited))
+    packed = {"quantization_config": {"quant_method": "mxfp4"}}
+    config = tmp_path / "mixtral" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | packed))
+    with pytest.raises(ValueError, match=r"mixtral has quantised weights .* in bfloat16"):
+        empty_model(mixtral)
+    qwen = empty_model(ModelConfig(path=write_mixture(tmp_path / "qwen")))
+    refuse_balance(qwen, ExpertsConfig(z_coefficient=0.1))
+    with pytest.raises(ValueError, match=r"bias_rate is 0.1, but the routers of .* set it to 0"):
+        refuse_balance(qwen, ExpertsConfig(bias_rate=0.1))
+    for target in ("gate", "gate_up_proj", "down_proj"):
+        with pytest.raises(ValueError, match=rf"names {target}, .* get no adapters"):
+            chosen_layers(qwen, LoraConfig(rank=4, targets=("q_proj", target)))
 
 
 EVEN = ExpertsConfig(balance_coefficient=0.05, z_coefficient=0.01)
