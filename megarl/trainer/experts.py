@@ -266,7 +266,7 @@ def shard_experts(
     for layer, router in enumerate(known):
         formula = ROUTERS[type(router).__name__]
         router.forward = partial(_route, router, formula, layer, routers)
-    routers.load.routers, routers.load.num_experts = known, count
+    routers.load.routers, routers.load.num_experts = known, num_experts(model.config)
     for owner, layer in expert_layers(model).items():
         layer.ranks = ExpertRanks(mesh.expert, mesh.experts, mesh.tensor, backend)  # type: ignore
         for name, whole in list(layer.named_parameters()):

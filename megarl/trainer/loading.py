@@ -43,6 +43,7 @@ from megarl.trainer.weights import (
     is_downloaded,
     shape_of,
 )
+from megarl.weights.published import fused_tensors
 
 
 def without_dropout(config: transformers.PretrainedConfig) -> transformers.PretrainedConfig:
@@ -263,5 +264,6 @@ def load_model(
     weights, model = open_weights(config, seed=seed, head=head), empty_model(config)
     if head in SCORING:
         use_score_head(model)
-    load_weights(model, weights, Part(), dtype=dtype, device=torch.device("cpu"))
+    part = Part(fused=fused_tensors(model))
+    load_weights(model, weights, part, dtype=dtype, device=torch.device("cpu"))
     return model

@@ -37,6 +37,7 @@ from megarl.trainer.model import RoleModel
 from megarl.trainer.packing import pack, padding
 from megarl.trainer.step import StepMetrics, optimizer_step
 from megarl.types import MicroBatch, Samples
+from megarl.weights.published import kept_buffers
 
 BALANCE, Z = 0.7, 0.3
 PROMPT = 9
@@ -464,7 +465,7 @@ def traffic(folder: str, precision: Any) -> tuple[list[int], list[int], list[Any
                 *(StepGuard(role, allowed=0), StepMetrics(device, ())),
             )
         assert taken is not None
-        buffers = {value.dtype for value in role.engine.module.stored_buffers().values()}
+        buffers = {value.dtype for value in kept_buffers(role.engine.module.model).values()}
         role.destroy()
     return bytes_sent, pairs, [*dtypes, *buffers]
 
