@@ -19,7 +19,7 @@ import transformers
 from safetensors.torch import load_file
 from support import training_cases
 from support.mixtures import prefer, write_mixture
-from support.policy import joined, make_role, on_mesh, whole_weights
+from support.policy import joined, make_checkpoints, make_role, on_mesh, whole_weights
 from support.ranks import run_ranks
 from support.training_cases import assert_equal
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
@@ -456,7 +456,11 @@ def counted(rank: int, size: int) -> Iterator[tuple[list[int], list[int], set[to
 
 def traffic(folder: str, precision: Any) -> tuple[list[int], list[int], list[Any]]:
     with on_mesh(2, 1, 1, 2) as (mesh, device):
-        role = make_role(folder, mesh, device, steps=1, zero_stage=1, precision=precision)
+        stage = 1 if precision == "float32" else 3
+        role = make_role(folder, mesh, device, steps=1, zero_stage=stage, precision=precision)
+        kept = kept_buffers(role.engine.module.model)
+        for buffer in kept.values():
+            buffer.copy_(torch.linspace(-0.01, 0.013, len(buffer)))
         samples = [Samples.one(n, ids) for n, ids in enumerate(documents(mesh.rank))]
         micro_batches = role.pack(Samples.concatenate(samples), [[*range(len(samples))]])
         with counted(mesh.rank, 2) as (bytes_sent, pairs, dtypes):
@@ -465,14 +469,19 @@ def traffic(folder: str, precision: Any) -> tuple[list[int], list[int], list[Any
                 *(StepGuard(role, allowed=0), StepMetrics(device, ())),
             )
         assert taken is not None
-        buffers = {value.dtype for value in kept_buffers(role.engine.module.model).values()}
+        checkpoints = make_checkpoints(Path(folder) / "saved", role.engine, folder, mesh)
+        path = checkpoints.save(step=1, next_ordinal=0)
+        checkpoints.finish()
+        saved = load_file(path / "model" / "model.safetensors")
+        assert all(torch.equal(saved[name], buffer) for name, buffer in kept.items())
+        buffers = {value.dtype for value in kept.values()}
         role.destroy()
     return bytes_sent, pairs, [*dtypes, *buffers]
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_each_pair_travels_once_each_way(tmp_path: Path, precision: str) -> None:
-    """And routers compute in float32 in 16 bit."""
+    """And routers compute in float32 in 16 bit, in which their biases are saved too."""
     folder = write_mixture(tmp_path, "glm4_moe")
     size = 4 if precision == "float32" else 2
     results = run_ranks(2, __file__, "traffic", folder, precision)
