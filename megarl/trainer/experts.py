@@ -77,7 +77,7 @@ def sigmoid_by_groups(router: Any, logits: torch.Tensor, chosen: torch.Tensor | 
         groups = biased.topk(2, -1).values.sum(-1).topk(router.topk_group, -1).indices
         is_left = torch.zeros_like(biased[..., 0], dtype=torch.bool).scatter(1, groups, True)
         biased = biased.masked_fill(~is_left[..., None], -torch.inf).view_as(scores)
-        chosen = biased.topk(router.top_k, -1).indices
+        chosen = torch.topk(biased, router.top_k, -1).indices
     weights = scores.gather(1, chosen)
     if router.norm_topk_prob:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
