@@ -269,6 +269,9 @@ def shard_experts(
     routers.load.routers, routers.load.num_experts = known, num_experts(model.config)
     for owner, layer in expert_layers(model).items():
         layer.ranks = ExpertRanks(mesh.expert, mesh.experts, mesh.tensor, backend)  # type: ignore
+        # Under ZeRO 3 all ranks must call the same modules; this is called by experts with rows.
+        if "act_fn" in layer._modules:
+            layer.__dict__["act_fn"] = layer._modules.pop("act_fn")
         for name, whole in list(layer.named_parameters()):
             if shard := shards.get(f"{owner}.{name}"):
                 part = shard.take(whole.detach(), mesh.experts.rank)
