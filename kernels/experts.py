@@ -141,7 +141,8 @@ class _ExpertMlp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor):
         (grad,), work, needed = grads, ctx.work, ctx.needs_input_grad
-        x, *weights = ctx.saved_tensors[:5]
+        x, *saved = ctx.saved_tensors  # once: gradient checkpointing computes them again
+        weights, gates = saved[:4], saved[4:]
         _, times, sums = products(work.backend)
         grad_x = work.room(x, len(grad), x.shape[1])
         found = [
@@ -157,7 +158,7 @@ class _ExpertMlp(torch.autograd.Function):
                 bias = torch.stack([part.sum(0) for part in grad.split(counts)])
                 found[number + 1] = _put(found[number + 1], experts, bias)
 
-        for (experts, rows, counts), gate in zip(work.parts(), ctx.saved_tensors[5:], strict=True):
+        for (experts, rows, counts), gate in zip(work.parts(), gates, strict=True):
             part = gate.detach().requires_grad_()
             with torch.enable_grad():
                 inner = work.gate(part)

@@ -480,6 +480,10 @@ class MicroBatch:
     """[T] int64 index of each target in the per-token arrays of the mini-batch's `Samples`; 0 where
     `mask` is False.
     """
+    multiplicity: torch.Tensor
+    """[T] float32 how many sequences the token is in: those of all samples that share it, a tree's
+    from the root to each leaf; 0 for padding.
+    """
     ends: torch.Tensor
     """[S] int64 position of each sample's last token."""
     indices: tuple[torch.Tensor, ...] = ()

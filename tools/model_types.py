@@ -34,7 +34,7 @@ from megarl.trainer.model_config import load_model_config
 from megarl.trainer.packing import pack_shared
 from megarl.trainer.sharding import refuse_tensor, shard_model
 from megarl.types import Samples
-from megarl.weights.published import exported_names
+from megarl.weights.published import exported_names, fused_tensors, published
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference_models.md"
 MOST_WEIGHTS = 5_000_000
@@ -160,7 +160,8 @@ def row(kind: str, ranks: ProcessMesh) -> tuple[str, ...]:
         assert off < TOLERANCE, f"{kind} differs from transformers by {off:.2g}"
         model = load_model(config, dtype=torch.float32, seed=0)
         stored, names = set(open_whole(folder).shapes), exported_names(model)
-        ours = {names.get(name, name) for name, _ in model.named_parameters()}
+        shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
+        ours = {names.get(name, name) for name in published(shapes, fused_tensors(model))}
         buffers = {name for name in load_file(folder / "model.safetensors") if name not in ours}
         export = "yes" if ours <= stored and buffers <= set(model.state_dict()) else "other names"
         return type(model).__name__, cut(config), export
@@ -168,6 +169,7 @@ def row(kind: str, ranks: ProcessMesh) -> tuple[str, ...]:
 
 def reason(kind: str, said: str) -> str:
     """The message `said` without what is of one type or folder."""
+    said = re.sub(r"with \w+Router(, \w+Router)*", "with another router", said)
     said = re.sub(rf"(of )?'?FOLDER'? ?|(model )?type {re.escape(kind)} ", "", said)
     return (
         re.sub(r"^(of )?model\.path ", "", said).partition(", which training")[0].partition("; ")[0]

@@ -69,6 +69,7 @@ from megarl.parallel.reshard.owned import training_owned
 from megarl.system.files import sync
 from megarl.system.spans import activity
 from megarl.types import Group
+from megarl.weights.published import kept_buffers
 
 if TYPE_CHECKING:
     from megarl.trainer.zero import TrainEngine
@@ -318,7 +319,9 @@ class Checkpoints:
             rank.pieces = [p._replace(tensor=names.get(p.tensor, p.tensor)) for p in rank.pieces]
         shapes = {names.get(name, name): shape for name, shape in shapes.items()}
         dtype = next(module.model.parameters()).dtype
-        return WeightExport(owned, shapes, dtype)
+        buffers = kept_buffers(module.model).items()
+        others = {names.get(name, name): value.dtype for name, value in buffers}
+        return WeightExport(owned, shapes, dtype, others=others)
 
     def _commit(self, aside: Path, final: Path, digests: Digests) -> None:
         """On rank 0, in a thread, once all ranks have synced their files. Raises `OSError` if

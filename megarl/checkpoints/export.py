@@ -179,7 +179,7 @@ class _Band(NamedTuple):
     """A block of consecutive rows of one tensor, written at once."""
 
     file: int
-    buffer: str
+    tensor: str
     size: int
     """Number of elements."""
     copies: list[Copy]
@@ -194,14 +194,15 @@ class WeightExport:
         shapes: Mapping[str, tuple[int, ...]],
         dtype: torch.dtype,
         *,
+        others: Mapping[str, torch.dtype] | None = None,
         file_bytes: int = FILE_BYTES,
         band_bytes: int = BAND_BYTES,
     ) -> None:
         """`owned`: by rank, its parts of the tensors in `shapes`, one flat buffer for each
-        tensor.
+        tensor. `others`: tensors of another dtype than `dtype`.
         """
-        self.dtype, self.num_ranks = dtype, len(owned)
-        self._dtypes = dict.fromkeys(shapes, dtype)
+        self.num_ranks = len(owned)
+        self._dtypes = dict.fromkeys(shapes, dtype) | dict(others or {})
         self.outputs, self.index = split_outputs(Path(), shapes, self._dtypes, file_bytes)
         blocks = [self._bands(output, band_bytes // dtype.itemsize) for output in self.outputs]
         writers = {file: self.writer(file) for file in range(len(self.outputs))}
@@ -209,7 +210,10 @@ class WeightExport:
         for copy in make_plan(owned, blocks, local=writers).copies:
             copies[copy.destination, copy.put.buffer].append(copy)
         self.bands = [
-            [_Band(file, name, size, copies[file, name]) for name, size in block.sizes.items()]
+            [
+                _Band(file, name.rpartition("/")[0], size, copies[file, name])
+                for name, size in block.sizes.items()
+            ]
             for file, block in enumerate(blocks)
         ]
 
@@ -253,11 +257,9 @@ class WeightExport:
     def _write_band(
         self, band: _Band, file: RankFile | None, own: Mapping[str, torch.Tensor], axis: Axis
     ) -> None:
-        writer = self.writer(band.file)
+        writer, dtype = self.writer(band.file), self._dtypes[band.tensor]
         device = next(iter(own.values())).device
-        whole = torch.empty(
-            band.size if axis.rank == writer else 0, dtype=self.dtype, device=device
-        )
+        whole = torch.empty(band.size if axis.rank == writer else 0, dtype=dtype, device=device)
         for copy in band.copies:
             if copy.source == axis.rank:
                 region = copy.taken.view(own[copy.taken.buffer])
@@ -267,7 +269,7 @@ class WeightExport:
                     send(region.contiguous(), axis, writer)
             elif writer == axis.rank:
                 box = copy.put.box
-                region = torch.empty(box.rows, box.columns, dtype=self.dtype, device=device)
+                region = torch.empty(box.rows, box.columns, dtype=dtype, device=device)
                 copy.put.view(whole).copy_(receive(region, axis, copy.source))
         if writer == axis.rank:
             assert file is not None

@@ -164,6 +164,24 @@ class LoraConfig(Config):
         return self.rank > 0
 
 
+class ExpertsConfig(Config):
+    """How training evens out the load of the experts of a mixture; by default not at all."""
+
+    balance_coefficient: Annotated[float, Range(0.0, 100.0)] = 0.0
+    """Factor of the load-balancing loss (Switch Transformer), as `router_aux_loss_coef` of
+    config.json: K if all experts get as many tokens, of which each goes to K experts. Costs one
+    more forward pass of every mini-batch, which counts."""
+    z_coefficient: Annotated[float, Range(0.0, 100.0)] = 0.0
+    """Factor of the router z-loss (ST-MoE), which keeps the router's logits small."""
+    bias_rate: Annotated[float, Range(0.0, 1.0)] = 0.0
+    """What each optimizer step adds to the routing bias of experts with fewer tokens than the mean,
+    and takes from the others (DeepSeek-V3), where the model's routers have one."""
+
+    @property
+    def is_on(self) -> bool:
+        return max(self.balance_coefficient, self.z_coefficient, self.bias_rate) > 0
+
+
 class CriticOptimizerConfig(OptimizerConfig):
     """AdamW of the critic, whose learning rate is usually ten times the policy's."""
 
@@ -307,6 +325,7 @@ class TrainingConfig(Config):
     """Steps in a row without a trained token, after dynamic sampling, that end the run. After the
     first update only those count in which most responses were wrong."""
     lora: Annotated[LoraConfig, Of("tensor_backend", "plan")] = section(LoraConfig)
+    experts: ExpertsConfig = section(ExpertsConfig)
     optimizer: OptimizerConfig = section(OptimizerConfig)
     schedule: ScheduleConfig = section(ScheduleConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)

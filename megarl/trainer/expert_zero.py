@@ -35,6 +35,9 @@ def expert_groups(
     """
     names = [name for name, shard in model.shards.items() if shard.axis == "experts"]
     experts: list[Any] = [model.model.get_parameter(name) for name in names]
+    for parameter in experts:
+        if not parameter.requires_grad:
+            parameter.ds_optim_param = True  # DeepSpeed does not broadcast it over all replicas
     experts = [parameter for parameter in experts if parameter.requires_grad]
     if mesh.expert.size == 1 or not experts:
         return [{"params": trained}]

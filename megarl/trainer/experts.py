@@ -9,7 +9,7 @@ To support another router, add its class to `ROUTERS`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -34,6 +34,8 @@ from megarl.parallel.experts import TokenRoute
 from megarl.parallel.mesh import Axis, ProcessMesh
 from megarl.parallel.tensor import Shard, parameter
 from megarl.settings.schema import require
+from megarl.settings.training import ExpertsConfig
+from megarl.trainer.expert_balance import BIAS, ExpertLoad
 
 EXPERTS = "megarl_experts"
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -75,7 +77,7 @@ def sigmoid_by_groups(router: Any, logits: torch.Tensor, chosen: torch.Tensor | 
         groups = biased.topk(2, -1).values.sum(-1).topk(router.topk_group, -1).indices
         is_left = torch.zeros_like(biased[..., 0], dtype=torch.bool).scatter(1, groups, True)
         biased = biased.masked_fill(~is_left[..., None], -torch.inf).view_as(scores)
-        chosen = biased.topk(router.top_k, -1).indices
+        chosen = torch.topk(biased, router.top_k, -1).indices
     weights = scores.gather(1, chosen)
     if router.norm_topk_prob:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
@@ -105,6 +107,7 @@ class Routers:
     """By layer of the present pass, [T, K] int64: where they went; None: not recorded."""
     shape: tuple[int, int] = (0, 0)
     """(layers with experts, K)."""
+    load: ExpertLoad = field(default_factory=lambda: ExpertLoad(ExpertsConfig()))
 
     def replay(self, experts: torch.Tensor | None) -> None:
         """Take these experts, as `MicroBatch.experts`, in the passes from now on. Raises
@@ -140,6 +143,7 @@ def _route(
     weights, index = formula(router, logits, chosen)
     if shared.used is not None:
         shared.used.append(index)
+    shared.load.add(layer, logits, index)
     return logits, weights, index
 
 
@@ -212,6 +216,39 @@ def refuse_experts(model: PreTrainedModel) -> None:
         )
 
 
+def refuse_unusual_experts(config: transformers.PretrainedConfig) -> None:
+    """Raise `ValueError` for quantised weights, and a mixture that drops tokens."""
+    quantised = getattr(config, "quantization_config", None)
+    require(
+        not quantised,
+        f"model type {config.model_type} has quantised weights (quantization_config in its"
+        " config.json), which are not trained; set model.path to a copy in bfloat16, such as"
+        " transformers' from_pretrained with dequantize=True and save_pretrained write",
+    )
+    text = vars(config.get_text_config()) if num_experts(config) else {}
+    limits = [name for name, value in text.items() if "capacity" in name and value]
+    require(
+        not limits,
+        f"{', '.join(limits)} in config.json of model type {config.model_type} would drop tokens"
+        " beyond an expert's capacity, which training does not; remove it",
+    )
+
+
+def refuse_balance(model: PreTrainedModel, settings: ExpertsConfig) -> None:
+    """Raise `ValueError`, with the setting to change, if a model lacks what `settings` balances."""
+    routers = [module for module in model.modules() if type(module).__name__ in ROUTERS]
+    kind = model.config.model_type
+    require(
+        bool(routers) or not settings.is_on,
+        f"training.experts balances experts, but model type {kind} has none; leave it out",
+    )
+    require(
+        settings.bias_rate == 0 or all(hasattr(router, BIAS) for router in routers),
+        f"training.experts.bias_rate is {settings.bias_rate:g}, but the routers of model type"
+        f" {kind} have no bias for it; set it to 0",
+    )
+
+
 def refuse_expert_layout(
     config: transformers.PretrainedConfig, expert: int, tensor: int, *, is_autotp: bool
 ) -> None:
@@ -254,8 +291,12 @@ def shard_experts(
     for layer, router in enumerate(known):
         formula = ROUTERS[type(router).__name__]
         router.forward = partial(_route, router, formula, layer, routers)
+    routers.load.routers, routers.load.num_experts = known, num_experts(model.config)
     for owner, layer in expert_layers(model).items():
         layer.ranks = ExpertRanks(mesh.expert, mesh.experts, mesh.tensor, backend)  # type: ignore
+        # Under ZeRO 3 all ranks must call the same modules; this is called by experts with rows.
+        if "act_fn" in layer._modules:
+            layer.__dict__["act_fn"] = layer._modules.pop("act_fn")
         for name, whole in list(layer.named_parameters()):
             if shard := shards.get(f"{owner}.{name}"):
                 part = shard.take(whole.detach(), mesh.experts.rank)

@@ -31,7 +31,7 @@ from megarl.settings.schema import require
 from megarl.settings.training import ModelConfig
 from megarl.system.third_party import opening
 from megarl.trainer.attention import ATTENTION
-from megarl.trainer.experts import EXPERTS, num_experts, refuse_experts
+from megarl.trainer.experts import EXPERTS, num_experts, refuse_experts, refuse_unusual_experts
 from megarl.trainer.heads import SCORING, HeadName, use_score_head
 from megarl.trainer.model_config import load_model_config
 from megarl.trainer.weights import (
@@ -43,15 +43,17 @@ from megarl.trainer.weights import (
     is_downloaded,
     shape_of,
 )
+from megarl.weights.published import fused_tensors
 
 
 def without_dropout(config: transformers.PretrainedConfig) -> transformers.PretrainedConfig:
-    """Set every dropout probability to 0, in place: with it, log-probs would differ from the
-    engine's.
+    """Set every dropout probability and a router's noise to 0, in place: with them, log-probs would
+    differ from the engine's.
     """
     for each in {id(each): each for each in (config, config.get_text_config())}.values():
         for name, value in vars(each).items():
-            if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
+            is_noise = "dropout" in name or "jitter" in name or name.endswith("pdrop")
+            if is_noise and isinstance(value, float):
                 setattr(each, name, 0.0)
     return config
 
@@ -61,6 +63,7 @@ def empty_model(config: ModelConfig) -> PreTrainedModel:
     with megarl's attention. Raises `ValueError` if it cannot be built.
     """
     hf = without_dropout(load_model_config(config))
+    refuse_unusual_experts(hf)
     fix = "set model.path to another model, or correct its config.json"
     what = f"model type {hf.model_type} of {config.path!r} cannot be built"
     with opening(what, fix=fix), torch.device("meta"):
@@ -261,5 +264,6 @@ def load_model(
     weights, model = open_weights(config, seed=seed, head=head), empty_model(config)
     if head in SCORING:
         use_score_head(model)
-    load_weights(model, weights, Part(), dtype=dtype, device=torch.device("cpu"))
+    part = Part(fused=fused_tensors(model))
+    load_weights(model, weights, part, dtype=dtype, device=torch.device("cpu"))
     return model

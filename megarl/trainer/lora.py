@@ -35,6 +35,7 @@ from megarl.parallel.tensor import (
     sum_gradient_over,
 )
 from megarl.settings.training import LoraConfig
+from megarl.trainer.experts import num_experts
 from megarl.trainer.weights import OtherTensors, Weights
 
 A, B = ".lora_A.weight", ".lora_B.weight"
@@ -107,9 +108,10 @@ def chosen_layers(model: Any, config: LoraConfig) -> tuple[str, ...]:
     names = layer_names(model)
     last = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
     if unknown := [target for target in config.targets if target not in last]:
+        none = " (experts and routers get no adapters)" if num_experts(model.config) else ""
         raise ValueError(
             f"training.lora.targets names {', '.join(unknown)}, which the model has not; its linear"
-            f" layers are {', '.join(last)}"
+            f" layers are {', '.join(last)}{none}"
         )
     targets = config.targets or last
     return tuple(name for name in names if name.rpartition(".")[2] in targets)

@@ -25,6 +25,7 @@ from megarl.parallel.tensor import whole_shapes
 from megarl.settings.training import TrainingConfig
 from megarl.trainer.attention import Attend, layer_windows
 from megarl.trainer.autotp import shard_with_autotp
+from megarl.trainer.expert_balance import ExpertLoad
 from megarl.trainer.experts import Routers, shard_experts
 from megarl.trainer.heads import (
     HeadName,
@@ -85,7 +86,7 @@ class RoleModel(nn.Module):
             self.shards = shard_with_autotp(model, mesh)
         else:
             self.shards = shard_model(model, mesh.tensor)
-        self.routers = Routers()
+        self.routers = Routers(load=ExpertLoad(training.experts))
         self.shards |= shard_experts(model, mesh, self.routers, training.grouped)
         """Of the parameters of `model` of which this rank holds a part."""
         self.fused = fused_tensors(model)

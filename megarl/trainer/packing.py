@@ -16,7 +16,7 @@ from megarl.parallel.collectives import all_reduce, sum_both
 from megarl.parallel.mesh import Axis
 from megarl.parallel.sequence import cut
 from megarl.settings.training import SharePrefix
-from megarl.trainer.prefixes import must_save, tree_of
+from megarl.trainer.prefixes import multiplicity, must_save, tree_of
 from megarl.types import MicroBatch, Samples, unreported_experts
 
 
@@ -64,6 +64,7 @@ def pack(
         rewards=tensor(of_target(samples.rewards), torch.float32),
         members=tensor(np.unique(samples.ids), torch.int64),
         places=tensor(of_target(positions_of_targets), torch.int64),
+        multiplicity=tensor(multiplicity(tree, ids >= 0), torch.float32),
         ends=tensor(np.flatnonzero(np.isin(tree.places, samples.offsets[1:] - 1)), torch.int64),
         parents=tree.parents,
         begins=tuple(tree.begins.tolist()) if tree.parents else (),
@@ -146,7 +147,7 @@ def pack_mini_batch(
 
 PER_TOKEN = (
     *("token_ids", "position_ids", "targets", "mask"),
-    *("sample_ids", "engine_logprobs", "rewards", "places"),
+    *("sample_ids", "engine_logprobs", "rewards", "places", "multiplicity"),
 )
 """Fields of `MicroBatch` that are divided over the sequence-parallel ranks."""
 

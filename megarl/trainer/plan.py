@@ -38,7 +38,7 @@ from megarl.settings.training import (
 from megarl.system.third_party import opening
 from megarl.trainer.attention import prove_attention, refuse_unsupported
 from megarl.trainer.autotp import refuse_autotp
-from megarl.trainer.experts import num_experts, refuse_expert_layout
+from megarl.trainer.experts import num_experts, refuse_balance, refuse_expert_layout
 from megarl.trainer.heads import SCORING, HeadName, refuse_head
 from megarl.trainer.loading import check_weights, empty_model
 from megarl.trainer.logits import logit_transform, refuse_transform
@@ -114,6 +114,8 @@ def plan_training(
     if isinstance(config, RunConfig):
         check_router_replay(config.algorithm, hf)
     check_cut(config.training, config.model, hf, head)
+    if config.training.experts.is_on:
+        refuse_balance(empty_model(config.model), config.training.experts)
     check_export(config.model, tokenizer, hf)
     check_weights(config.model, head)
     check_adapters(config.training.lora, config.model, head)

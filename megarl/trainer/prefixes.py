@@ -164,6 +164,21 @@ def _numbered(parts: Sequence[BranchPart], by: int, above: int) -> list[BranchPa
     ]
 
 
+def multiplicity(tree: Tree, ends_sequence: np.ndarray) -> np.ndarray:
+    """[C] int64: how many sequences each computed token is in, from a first token to an end.
+    `ends_sequence` [D]: whether each document ends in one that counts.
+    """
+    counts, starts = np.zeros(tree.starts[-1], np.int64), tree.starts
+    for number in reversed(range(len(ends_sequence))):  # before the documents that they continue
+        counts[starts[number] : starts[number + 1]] += ends_sequence[number]
+        parent = tree.parents[number] if tree.parents else -1
+        if parent >= 0:
+            shared = tree.begins[number] - tree.begins[parent]
+            through = counts[starts[number] : starts[number + 1]].max(initial=0)
+            counts[starts[parent] : starts[parent] + shared] += through
+    return counts
+
+
 def saved_tokens(starts: Sequence[int], parents: Sequence[int], begins: Sequence[int]) -> int:
     """How many tokens of a packed sequence are not computed again, compared with a sequence of its
     own for each document that no other continues from its end. Arguments: as in `Tree`,

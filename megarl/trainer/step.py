@@ -58,7 +58,7 @@ def train_mini_batches(
             norms.append(result[0])
             rate = result[1]
     guard.check_weights()
-    return len(norms), {
+    return len(norms), role.engine.module.routers.load.take_metrics() | {
         "grad_norm": sum(norms) / max(1, len(norms)),
         "learning_rate": rate,
         "skipped_steps": float(epochs * num_mini_batches - len(norms)),
@@ -81,6 +81,10 @@ def optimizer_step(
     """
     before, scale = metrics.mark(), role.engine.loss_scale
     begun_at = scale.value if scale else 1.0
+    load = role.engine.module.routers.load
+    load.begin(micro_batches, role.mesh.gradient)
+    if load.needs_counts:
+        _count_experts(role, micro_batches)
     while True:
         problem = _accumulate(role, micro_batches, loss, guard)
         overflow = "" if problem else guard.gradient_problem()
@@ -99,6 +103,7 @@ def optimizer_step(
         norm, rate = role.engine.step()
     if math.isfinite(norm):
         guard.has_updated = True
+        load.finish(role.mesh.gradient)
         return norm, rate
     metrics.rewind(before)
     guard.skip("the gradient norm is not finite")
@@ -110,16 +115,30 @@ def _accumulate(
 ) -> str:
     """Add up the gradients of all micro-batches. Returns what is not finite, or ""."""
     problem, last = "", len(micro_batches) - 1
+    load = role.engine.module.routers.load
+    load.clear()
     for index, micro in enumerate(micro_batches):
-        with _part("forward pass", role, "train"):
-            value = loss(micro)
-        guard.watch("loss", value)
-        if index == last and (problem := guard.problem()):
-            # Under ZeRO, DeepSpeed skips a step by its gradients: they must not be finite either.
-            value = value * math.nan
-        with _part("backward pass", role, "train"):
-            role.engine.backward(value, last=index == last)
+        with load.of(micro):
+            with _part("forward pass", role, "train"):
+                value = loss(micro) + load.take_losses()
+            guard.watch("loss", value)
+            if index == last and (problem := guard.problem()):
+                # Under ZeRO, DeepSpeed skips a step by its gradients: they must not be finite
+                # either.
+                value = value * math.nan
+            with _part("backward pass", role, "train"):
+                role.engine.backward(value, last=index == last)
     return problem
+
+
+@torch.no_grad()
+def _count_experts(role: Role, micro_batches: Sequence[MicroBatch]) -> None:
+    """Count the tokens of each expert by a forward pass of the mini-batch. Collective."""
+    load = role.engine.module.routers.load
+    for micro in micro_batches:
+        with load.of(micro), _part("forward pass", role, "train"):
+            role.engine(micro, 1.0)
+    load.count(role.mesh.gradient)
 
 
 def scale_metrics(role: Role) -> dict[str, float]:

@@ -2,7 +2,8 @@
 as parts of whole parameters that a run of any layout and ZeRO stage can read.
 
     state/rank_00003.safetensors    "KIND/NAME": a flat float32 tensor, a rank's part of parameter
-                                    NAME; KIND is `master` or a name of the optimizer, `exp_avg`;
+                                    NAME; KIND is `master` or a name of the optimizer, `exp_avg`,
+                                    or `buffer` for a whole one, in rank 0's file;
                                     in the header: which boxes of the whole parameter the part is,
                                     and what is not a tensor
 
@@ -32,8 +33,9 @@ from megarl.parallel.reshard.owned import shard_box
 from megarl.parallel.reshard.plan import make_plan
 from megarl.parallel.tensor import replicas, whole_shapes
 from megarl.trainer.model import RoleModel
+from megarl.weights.published import kept_buffers
 
-MASTER = "master"
+MASTER, BUFFER = "master", "buffer"
 
 
 class _OwnPart(NamedTuple):
@@ -82,6 +84,9 @@ class TrainState:
         group = self._inner.param_groups[0] if self._inner.param_groups else {}
         about = {**about, "boxes": boxes, "numbers": numbers, "step": group.get("step")}
         about["shapes"] = {name: shapes[name] for name in boxes}
+        if self._mesh.rank == 0:
+            buffers = kept_buffers(self._module.model)
+            tensors |= {f"{BUFFER}/{name}": value.view(-1) for name, value in buffers.items()}
         sizes = {name: tensor.numel() for name, tensor in tensors.items()}
         output, dtypes = Output(Path(), Owned([], sizes), {}), dict.fromkeys(sizes, torch.float32)
         folder.mkdir(parents=True, exist_ok=True)
@@ -112,6 +117,10 @@ class TrainState:
             for box in boxes:
                 own.add(name, box, name)
         slots = dict.fromkeys(key.partition("/")[0] for file in files for key in file.shapes)
+        slots.pop(BUFFER, None)
+        for name, buffer in kept_buffers(self._module.model).items():
+            if f"{BUFFER}/{name}" in files[0].shapes:
+                buffer.view(-1).copy_(files[0].flat(f"{BUFFER}/{name}"))
         views = {slot: self._views(slot, parts) for slot in slots}
         for copy in make_plan(sources, [own]).copies:
             name = copy.taken.buffer

@@ -10,10 +10,12 @@ from pathlib import Path
 from support.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-TRAINED = ("gpt_neox", "gpt_bigcode", "llama", "gpt2", "qwen3_5_text")
+TRAINED = ("gpt_neox", "gpt_bigcode", "llama", "gpt2", "qwen3_5_text", "qwen3_moe", "glm4_moe")
 REFUSED = {
     "gemma4_text": "layers of different sizes",
-    "qwen2_moe": "mixture of experts",
+    "qwen2_moe": "sliding_window is 0",
+    "afmoe": "mixture of experts with AfmoeTokenChoiceRouter",
+    "jetmoe": "mixture of experts with experts without transformers' hook",
     "bamba": "state-space layers",
     "mamba": "state-space layers",
     "rwkv": "num_attention_heads is None",

@@ -107,6 +107,7 @@ def train(cases: list[dict[str, Any]]) -> list[Any]:
                     optimizer=OptimizerConfig(
                         learning_rate=1e-3, clip_norm=0.5, eps=1e-6, weight_decay=0.01
                     ),
+                    **case.get("training", {}),
                 ),
                 algorithm=AlgorithmConfig(),
                 temperature=0.8,

@@ -22,6 +22,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def prefer(model: Any, expert: int | None) -> None:
+    """Have the biases of a model's routers send every token to an expert."""
+    routers = [one for one in model.modules() if type(one).__name__.lower().endswith("router")]
+    for router in routers if expert is not None else ():
+        for name in ("bias", "e_score_correction_bias"):
+            if hasattr(router, name):
+                getattr(router, name).data[expert] = 50.0
+
+
 def write_mixture(folder: Path, kind: str = "qwen3_moe", **changes: Any) -> str:
     """A random mixture of 8 experts, of which each token takes 2, as a Hugging Face folder."""
     sizes = HEADS | FAMILIES[kind] | {"num_experts_per_tok": 2} | changes

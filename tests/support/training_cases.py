@@ -117,7 +117,8 @@ def three_steps(case: Case, mesh: Any, device: Any, sequence: Any) -> Any:
         reports.append(policy.train(batch).metrics)
         # Some algorithms, and later mini-batches, are scored before they are trained.
         passes_once = not case.keys() & {"algorithm", "num_mini_batches"}
-        recomputes = case.get("training", {}).get("gradient_checkpointing", False)
+        training = policy.training
+        recomputes = training.gradient_checkpointing or training.experts.balance_coefficient > 0
         if mesh.world.size == 1 and passes_once and not recomputes:
             assert sum(met) == reports[-1]["tokens/computed"]
     weights = whole_weights(policy.engine)
@@ -148,6 +149,7 @@ def differences(one: Any, other: Any) -> dict[str, float]:
         "staleness/token_mean": 1e-3,
         "staleness/token_max": 1.0,
     }
+    scales |= {name: 1e-3 for name in one[0][0] if name.startswith("experts/")}
     if "correction/mean" in one[0][0]:
         shares = ("dropped_share", "clipped_share")
         names = ("mean", "effective_samples", *shares)

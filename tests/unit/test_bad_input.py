@@ -135,6 +135,10 @@ model.tokenizer: nowhere.model -> nowhere.model does not exist
     layer_types: [sliding_attention, sliding_attention]} -> sliding_window is 0
 /model/config.json: {layer_types: [chunked_attention, chunked_attention]}
     -> chunked_attention | does not support
+/model/config.json: {quantization_config: {quant_method: mxfp4}}
+    -> qwen2 has quantised weights | set model.path to a copy in bfloat16
+training.experts.z_coefficient: 0.1
+    -> training.experts balances experts, but model type qwen2 has none | leave it out
 training.optimizer.kind: apex -> training.optimizer.kind is 'apex' | set it to 'torch'
 rollout.max_new_tokens: 400 -> longest prompt of the data has 5 tokens
     | max_position_embeddings of model.path is 256

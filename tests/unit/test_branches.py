@@ -324,3 +324,21 @@ def test_printed_turns_say_what_they_follow() -> None:
     assert "--- model, 2 tokens, reward +0.25 ---\ntext 0\n--- environment, 2 tokens ---" in (
         "\n".join(lines(record, in_colour=False))
     )
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(0, 10**6), st.sampled_from(["on", "auto", "off"]))
+def test_a_computed_token_counts_for_each_sequence_that_it_is_in(
+    seed: int, share: SharePrefix
+) -> None:
+    """As many tokens at each position as in sequences from the root to each leaf."""
+    samples = samples_of(*drawn(seed))
+    micro, apart = pack(samples, CPU, share=share), pack(lineages(samples)[0], CPU)
+    assert apart.multiplicity.eq(1).all() and micro.multiplicity.ge(1).all()
+    counts = [Counter[tuple[int, int]]() for _ in range(2)]
+    for counter, packed in zip(counts, (micro, apart), strict=True):
+        columns = (packed.token_ids, packed.position_ids, packed.multiplicity)
+        for token, position, count in zip(*(column.tolist() for column in columns), strict=True):
+            counter[token, position] += int(count)
+    assert counts[0] == counts[1]
+    assert pack(Samples.concatenate([]), CPU).multiplicity.eq(0).all()

@@ -161,6 +161,7 @@ def supervised_step(
         "tokens/trained_per_s": work.num_tokens / seconds,
         "time/step_s": seconds,
     }
+    found |= role.engine.module.routers.load.take_metrics()
     return StepReport(step, found | scale_metrics(role))
 
 
