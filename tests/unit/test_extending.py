@@ -87,24 +87,24 @@ def test_the_backend_agrees_with_ours() -> None:
 
 def test_the_axis_is_one_of_a_grid() -> None:
     names = example("python axis")
-    layout = names["ExpertLayout"](data=2, expert=2, tensor=2)
+    layout = names["ReplicaLayout"](data=2, replica=2, tensor=2)
     grid = torch.arange(8).view(2, 2, 1, 2)
-    assert layout.size == 8 and str(layout) == "data 2 x expert 2 x sequence 1 x tensor 2"
+    assert layout.size == 8 and str(layout) == "data 2 x replica 2 x sequence 1 x tensor 2"
     for place in itertools.product(range(2), range(2), range(1), range(2)):
         rank = int(grid[place])
         assert layout.coordinates(rank) == dict(zip(layout.AXES, place, strict=True))
         assert layout.rank(**layout.coordinates(rank)) == rank
-    assert layout.groups("expert") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert layout.groups("replica") == [(0, 2), (1, 3), (4, 6), (5, 7)]
 
 
 def on_ranks() -> list[tuple[str, int, float]]:
-    """Sums over the axes of an expert mesh; runs on two ranks."""
+    """Sums over the axes of a mesh with replicas; runs on two ranks."""
     from megarl.parallel import mesh as mesh_module
     from megarl.parallel.collectives import all_reduce
 
     names = example("python axis")
     mesh_module.initialise(timeout_s=30)
-    with names["ExpertMesh"](names["ExpertLayout"](expert=2), timeout_s=30) as mesh:
+    with names["ReplicaMesh"](names["ReplicaLayout"](replica=2), timeout_s=30) as mesh:
         mine, found = torch.tensor([float(mesh.rank + 1)]), []
         for name in mesh.USES:
             axis = getattr(mesh, name)
@@ -116,7 +116,7 @@ def on_ranks() -> list[tuple[str, int, float]]:
 def test_the_axis_communicates() -> None:
     for rank, found in enumerate(run_ranks(2, __file__, "on_ranks")):
         sizes = {name: (size, total) for name, size, total in found}
-        assert sizes["expert"] == sizes["gradient"] == sizes["world"] == (2, 3.0)
+        assert sizes["replica"] == sizes["gradient"] == sizes["world"] == (2, 3.0)
         assert sizes["data"] == sizes["tensor"] == sizes["sequence"] == (1, rank + 1.0)
 
 
