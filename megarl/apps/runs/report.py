@@ -225,13 +225,15 @@ def make_plot(
     """A plot of report_charts.yaml, which says what the arguments are. `label`: of the metric
     `learnt` in training.
     """
-    drawn, kinds = dict(lines or {}), dict(kinds or {})
+    drawn, drawn_as = dict(lines or {}), dict[str, Kind](kinds or {})
     if learnt:
         greedy, sampled = f"eval/{learnt}", f"eval_sampled/{learnt}"
         drawn = {learnt: label, greedy: "held out, greedy", sampled: "held out, sampled"}
-        kinds = {greedy: "points", sampled: "rings"}
+        drawn_as = {greedy: "points", sampled: "rings"}
     made = [
-        Line(metric, text, kinds.get(metric, "line"), np.ma.max if metric in most else np.ma.mean)
+        Line(
+            metric, text, drawn_as.get(metric, "line"), np.ma.max if metric in most else np.ma.mean
+        )
         for metric, text in drawn.items()
     ]
     return Plot(title, note, made, how, of_rewards)

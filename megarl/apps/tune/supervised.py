@@ -297,7 +297,7 @@ def all_batches(
     """
     num_rows, batches = 0 if rows is None else len(rows), list[Batch]()
     for first, last in broadcast_object(chunks(num_rows, size), mesh.world):
-        own = make([pick(rows, number) for number in range(first, last)]) if num_rows else None
+        own: Any = make([pick(rows, number) for number in range(first, last)]) if num_rows else None
         batches.append(broadcast_object(own, mesh.world))
     return batches
 
