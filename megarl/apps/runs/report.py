@@ -232,7 +232,10 @@ def make_plot(
         drawn_as = {greedy: "points", sampled: "rings"}
     made = [
         Line(
-            metric, text, drawn_as.get(metric, "line"), np.ma.max if metric in most else np.ma.mean
+            metric,
+            text,
+            drawn_as.get(metric) or "line",
+            np.ma.max if metric in most else np.ma.mean,
         )
         for metric, text in drawn.items()
     ]
