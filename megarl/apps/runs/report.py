@@ -225,7 +225,8 @@ def make_plot(
     """A plot of report_charts.yaml, which says what the arguments are. `label`: of the metric
     `learnt` in training.
     """
-    drawn, drawn_as = dict(lines or {}), dict[str, Kind](kinds or {})
+    drawn = dict(lines or {})
+    drawn_as: dict[str, Kind] = dict(kinds or {})
     if learnt:
         greedy, sampled = f"eval/{learnt}", f"eval_sampled/{learnt}"
         drawn = {learnt: label, greedy: "held out, greedy", sampled: "held out, sampled"}
