@@ -114,7 +114,7 @@ def read_progress(folder: Path) -> Progress:
     return Progress(**{name: content[name] for name in known if name in content})
 
 
-LAYOUT = re.compile(r"data \d+ x sequence \d+ x tensor \d+( by autotp)?, ZeRO \d")
+LAYOUT = re.compile(r"data \d+ x sequence \d+ x tensor \d+(, expert \d+)?( by autotp)?, ZeRO \d")
 """What `written_under` begins with."""
 
 

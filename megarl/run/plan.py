@@ -27,7 +27,6 @@ from megarl.parallel import launcher
 from megarl.parallel.launcher import warn
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import local_device
-from megarl.parallel.tensor import whole_shapes
 from megarl.rollout.dispatch.policy_table import refusal
 from megarl.settings.config import AnyConfig, RunConfig, with_steps
 from megarl.settings.objectives import AlgorithmConfig
@@ -56,6 +55,7 @@ from megarl.trainer.weights import base_digest
 from megarl.trainer.working_memory import check_gpu_share
 from megarl.types import Prompt
 from megarl.weights.parameters import ParameterSpec, plain_table
+from megarl.weights.published import whole_published
 from megarl.weights.recorded_table import recorded_table
 
 if TYPE_CHECKING:
@@ -282,7 +282,7 @@ def find_checkpoint(
         chosen = progress.choose(
             folder / "checkpoints",
             layout=progress.written_under(layout, config.training),
-            model=progress.shapes_fingerprint(whole_shapes(model, {})),
+            model=progress.shapes_fingerprint(whole_published(model)),
             seed=config.seed,
             data=data,
             roles=roles,

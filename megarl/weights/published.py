@@ -67,6 +67,12 @@ def published(shapes: Mapping[str, tuple[int, ...]], fused: Fused) -> dict[str, 
     return dict(parts)
 
 
+def whole_published(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """{published tensor: shape} of a whole model's weights and kept buffers."""
+    named = dict(model.named_parameters()) | kept_buffers(model)
+    return published({n: tuple(value.shape) for n, value in named.items()}, fused_tensors(model))
+
+
 def kept_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """{name: buffer} of those that checkpoints have, such as a router's correction bias."""
     stored = model.state_dict().keys()

@@ -30,7 +30,7 @@ from megarl.parallel.reshard.boxes import Box, flat_boxes, matrix
 from megarl.system.files import canonical_json
 from megarl.system.process_env import engine_environment
 from megarl.weights.parameters import ParameterSpec, table_from_json, table_to_json
-from megarl.weights.published import exported_names, fused_tensors, kept_buffers, published
+from megarl.weights.published import exported_names, whole_published
 
 MOST_BOXES = 4096
 """Most rectangles into which one copy may be cut."""
@@ -282,9 +282,7 @@ def record(path: str, tensor: int, folder: str) -> str:
     config = transformers.AutoConfig.from_pretrained(path)
     with torch.device("meta"):
         whole = transformers.AutoModelForCausalLM.from_config(config)
-    named = dict(whole.named_parameters()) | kept_buffers(whole)
-    shapes = {name: tuple(value.shape) for name, value in named.items()}
-    shapes = published(shapes, fused_tensors(whole))
+    shapes = whole_published(whole)
     names = exported_names(whole)
     stored = {names.get(name, name): shape for name, shape in shapes.items()}
     back = dict(zip(stored, shapes, strict=True))

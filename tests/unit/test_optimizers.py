@@ -104,3 +104,14 @@ def test_another_optimizer_does_not_resume_a_checkpoint() -> None:
     """The optimizers' states differ in form, so that a checkpoint belongs to one of them."""
     names = {written_under(Layout(data=2), training(kind)) for kind in OPTIMIZERS}
     assert len(names) == len(OPTIMIZERS)
+
+
+def test_runs_of_other_layouts_can_resume() -> None:
+    from megarl.checkpoints.progress import can_resume
+
+    layouts = [Layout(data=2), Layout(data=2, tensor=2), Layout(data=4, expert=2)]
+    names = [written_under(layout, TrainingConfig(zero_stage=2)) for layout in layouts]
+    assert all(can_resume(one, other) for one in names for other in names)
+    assert not can_resume(
+        names[0], written_under(layouts[0], TrainingConfig(precision="bfloat16", zero_stage=2))
+    )
