@@ -73,8 +73,10 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = start.run()
     except UserError as error:
         fail(str(error))
-    except SystemExit as shown:  # by `console`
+    except SystemExit as shown:  # by `console`, or the user's code
         code = shown.code if isinstance(shown.code, int) else 1
+        if isinstance(shown.code, str):
+            print(shown.code, file=sys.stderr)
     except Exception:
         # Python's own shutdown may hang: a library's exit handler waits for a rank that is gone.
         traceback.print_exc()

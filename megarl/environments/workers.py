@@ -218,6 +218,8 @@ class Worker:
                 if number not in self.waiting:
                     return "sent a reply to no request"
                 self.retires = reply.pop("retire", False) or self.retires
+                for name in ("lost", "by_itself", "calls"):  # of `lose` alone
+                    reply.pop(name, None)
                 self.waiting.pop(number)[0].set_result(reply)
         except (ValueError, TypeError, AttributeError, RecursionError):
             return f"sent no reply but {line[:40]!r}"

@@ -199,10 +199,7 @@ def engine_table(config: RunConfig, hf: PretrainedConfig) -> list[ParameterSpec]
     if is_own(engine.kind):
         own = function_of(engine.kind, {}, "rollout.engine.kind", is_class=True)
         if not issubclass(own, Engine):  # pyright: ignore[reportArgumentType]
-            parameters = sized_parameters(config.model, 1)
-            return plain_table(
-                {parameter.name: parameter.shape for parameter in parameters}, engine.tensor
-            )
+            return plain_table(whole_published(empty_model(config.model)), engine.tensor)
     on_cpu = local_device().type == "cpu"
     return recorded_table(config.model.path, hf.to_dict(), engine.tensor, on_cpu=on_cpu)
 

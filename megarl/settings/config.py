@@ -371,7 +371,12 @@ def take_handed() -> AnyConfig | None:
     text = os.environ.pop(HANDED, "")
     if not text or "RANK" not in os.environ:
         return None
-    tree = json.loads(text)
+    try:
+        tree = json.loads(text)
+    except ValueError:
+        raise ValueError(
+            f"{HANDED} holds no JSON; unset it, since only a launcher sets it"
+        ) from None
     return from_tree(task_class(tree, HANDED), tree, where=HANDED)
 
 

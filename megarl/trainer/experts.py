@@ -34,7 +34,7 @@ from megarl.parallel.experts import TokenRoute
 from megarl.parallel.mesh import Axis, ProcessMesh
 from megarl.parallel.tensor import Shard, parameter
 from megarl.settings.schema import require
-from megarl.settings.training import ExpertsConfig
+from megarl.settings.training import ExpertsConfig, TrainingConfig
 from megarl.trainer.expert_balance import BIAS, ExpertLoad
 
 EXPERTS = "megarl_experts"
@@ -234,8 +234,11 @@ def refuse_unusual_experts(config: transformers.PretrainedConfig) -> None:
     )
 
 
-def refuse_balance(model: PreTrainedModel, settings: ExpertsConfig) -> None:
-    """Raise `ValueError`, with the setting to change, if a model lacks what `settings` balances."""
+def refuse_balance(model: PreTrainedModel, training: TrainingConfig) -> None:
+    """Raise `ValueError`, with the setting to change, if `training.experts` balances what a model
+    lacks, or LoRA keeps.
+    """
+    settings = training.experts
     routers = [module for module in model.modules() if type(module).__name__ in ROUTERS]
     kind = model.config.model_type
     require(
@@ -247,6 +250,11 @@ def refuse_balance(model: PreTrainedModel, settings: ExpertsConfig) -> None:
         f"training.experts.bias_rate is {settings.bias_rate:g}, but the routers of model type"
         f" {kind} have no bias for it; set it to 0",
     )
+    require(
+        settings.bias_rate == 0 or not training.lora.is_on,
+        f"training.experts.bias_rate is {settings.bias_rate:g}, but with training.lora all but"
+        " adapters stays as it is; set it to 0",
+    )
 
 
 def refuse_expert_layout(
@@ -256,12 +264,7 @@ def refuse_expert_layout(
     `expert` x `tensor` ranks.
     """
     count = num_experts(config)
-    if count == 0:
-        require(
-            expert == 1,
-            f"training.layout.expert is {expert}, but model type {config.model_type} has no"
-            " experts; leave it out",
-        )
+    if count == 0:  # a reference beside a mixture
         return
     require(
         count % (expert * tensor) == 0,

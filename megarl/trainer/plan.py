@@ -114,8 +114,14 @@ def plan_training(
     if isinstance(config, RunConfig):
         check_router_replay(config.algorithm, hf)
     check_cut(config.training, config.model, hf, head)
+    expert = config.training.layout.expert
+    require(
+        expert == 1 or num_experts(hf) > 0,
+        f"training.layout.expert is {expert}, but model type {hf.model_type} has no experts; leave"
+        " it out",
+    )
     if config.training.experts.is_on:
-        refuse_balance(empty_model(config.model), config.training.experts)
+        refuse_balance(empty_model(config.model), config.training)
     check_export(config.model, tokenizer, hf)
     check_weights(config.model, head)
     check_adapters(config.training.lora, config.model, head)

@@ -11,6 +11,7 @@ from megarl.settings.config import AnyConfig, PreferenceConfig, RunConfig
 from megarl.settings.schema import replace, require
 from megarl.settings.training import (
     CriticConfig,
+    ExpertsConfig,
     LayoutConfig,
     LoraConfig,
     ReferenceRoleConfig,
@@ -88,9 +89,9 @@ def role_places(config: RunConfig, num_ranks: int) -> dict[str, RolePlace]:
 
 def role_training(config: RunConfig, name: str) -> TrainingConfig:
     """The section `training` for the model of section `name`: with its own ZeRO stage, a critic's
-    optimizer and schedule, and LoRA only for a reference with an adapter.
+    optimizer and schedule, LoRA only for a reference with an adapter, and no balance of experts.
     """
-    role, training = config.other_roles[name], config.training
+    role, training = config.other_roles[name], replace(config.training, experts=ExpertsConfig())
     if name != "reference" or not reference_adapter(config):
         training = replace(training, lora=LoraConfig())
     if isinstance(role, CriticConfig):

@@ -20,6 +20,7 @@ from pathlib import Path
 from megarl.apps.launch.launch_plan import Addresses, Process
 from megarl.apps.launch.node_process import END, KILL, MARGIN_S, POLL_S
 from megarl.apps.launch.slurm import srun
+from megarl.settings.config import HANDED
 from megarl.system.console import printable
 from megarl.system.private_folder import PrivateFolder, kill_marked, refuse_open
 from megarl.system.signals import SHUTDOWN_S, ignore_while_closing
@@ -135,7 +136,9 @@ class Launcher:
                 self.logs.mkdir(parents=True, exist_ok=True)
                 log = self.logs / f"{host}-{process.kind}.log"
             # Slurm sets variables of its own in a step, CUDA_VISIBLE_DEVICES too.
-            added = [f"{name}={value}" for name, value in settings.items()]
+            # The recipe goes by the environment: all users of a node can read a command.
+            environment = environment | {HANDED: settings.get(HANDED, "")}
+            added = [f"{name}={value}" for name, value in settings.items() if name != HANDED]
             words = srun(host, ["env", *added, *words])
         mode = "wb" if process.kind == "ray" else "ab"
         with log.open(mode) if log else contextlib.nullcontext() as out:

@@ -55,7 +55,8 @@ def plan_text(facts: Mapping[str, str], plan: LaunchPlan, gpus: Gpus, commands: 
     text = yaml.safe_dump(tree, sort_keys=False, width=120, default_flow_style=None)
     lines = textwrap.indent("\n".join(commands), "  ")
     return (
-        "# memory: GiB a GPU, or a rank on the CPU; layout: data x sequence x tensor, ZeRO stage\n"
+        "# memory: GiB a GPU, or a rank on the CPU; layout: data x sequence x tensor, E: expert,"
+        " Z: ZeRO stage\n"
         f"{text}# each command has the same random RAY_AUTH_TOKEN in its environment\n"
         f"commands: |\n{lines}"
     )
@@ -112,8 +113,10 @@ def role_row(name: str, plan: LaunchPlan, gpus: Gpus) -> Row:
             kept = kept_memory(parameters, layout, config)
             memory["beside engines"] = round(kept / GIB, 2)
             row["gpu_memory_utilization"] = f"at most {most_share(kept, 80e9):g} of 80 GB"
+    degrees = f"{layout.data}x{layout.sequence}x{layout.tensor}"
+    degrees += f" E{layout.expert}" if layout.expert > 1 else ""
     return row | {
-        "layout": f"{layout.data}x{layout.sequence}x{layout.tensor} Z{training.zero_stage}",
+        "layout": f"{degrees} Z{training.zero_stage}",
         "ranks": spans(place.ranks),
         "gpus": gpus_by_node([gpus.ranks[rank] for rank in place.ranks]),
         "memory": memory,
