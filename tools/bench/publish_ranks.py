@@ -282,7 +282,8 @@ class Trainer:
 
     def _publisher(self, transport: Any, bucket_mib: int) -> wire.Publisher:
         case, task = self.case, self.case.task
-        shared = {"shapes": case.shapes, "shards": case.shards, "owned": lambda: self.weights}
+        shared = {"shapes": case.shapes, "shards": case.shards, "fused": {}}
+        shared["owned"] = lambda: self.weights
         policy = SimpleNamespace(zero_stage=task["zero"], **shared)
         limits: Any = {"bucket_mib": bucket_mib, "timeout_s": task["deadline"]}
         text: Any = {"vocab_size": 2, "max_tokens": 2, "seed": 0, "tolerance": 0.0}
