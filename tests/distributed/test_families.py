@@ -134,7 +134,7 @@ def by_us(config: Any, mesh: Any) -> tuple[Any, dict[str, Any]]:
     for name, parameter in policy.model.named_parameters():
         grad = all_reduce(parameter.grad.clone(), mesh.sequence)
         shard = policy.shards.get(name)
-        grads[name] = shard.gather(grad, mesh.tensor) if shard else grad
+        grads[name] = shard.gather(grad, mesh) if shard else grad
     return whole[0][whole[1] > 0], grads
 
 

@@ -266,5 +266,5 @@ def refuses_torn_batches(run: Path) -> None:
     torn = megarl("replay", str(run), "--folder", f"{run}_again")
     assert torn.code == 2 and "step_000002.rank_000.safetensors cannot be read" in torn.err
     path.unlink()
-    missing = megarl("replay", str(run), "--folder", f"{run}_again")
+    missing = megarl("replay", str(run), "--folder", f"{run}_once_more")
     assert missing.code == 2 and "set replay.steps to 1" in missing.err
