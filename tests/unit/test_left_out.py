@@ -259,6 +259,7 @@ def test_failed_verdicts_are_as_if_never_drawn(tmp_path: Path) -> None:
 def _bits(batch: StepBatch) -> list[bytes | str]:
     arrays = [batch.rewards, batch.groups, batch.response_tokens, batch.mini_batch_of]
     arrays += [getattr(one, field.name) for one in batch.samples for field in fields(one)]
+    arrays = [array for array in arrays if array is not None]  # no experts
     return [*(array.tobytes() for array in arrays), str(batch.micro_batches)]
 
 

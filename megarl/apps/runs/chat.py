@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from megarl.errors import UserError
 from megarl.settings.schema import require
@@ -174,7 +175,8 @@ class Chat:
         self._number += 1
         self._engine.add_request(str(self._number), {"prompt_token_ids": ids}, sampling)
         while self._engine.has_unfinished_requests():
-            for output in self._engine.step():
+            outputs: Any = self._engine.step()
+            for output in outputs:
                 answer += output.outputs[0].text
                 yield output.outputs[0].text
         self._turns.append({"role": "assistant", "content": answer})
