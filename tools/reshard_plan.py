@@ -28,9 +28,11 @@ from megarl.parallel.reshard.boxes import ZEROS, Owned
 from megarl.parallel.reshard.buckets import make_buckets
 from megarl.parallel.reshard.owned import training_owned
 from megarl.parallel.reshard.plan import Plan, make_plan
+from megarl.trainer.experts import expert_shards, refuse_expert_layout
 from megarl.trainer.heads import use_score_head
 from megarl.trainer.sharding import refuse_tensor, shard_model
 from megarl.weights.parameters import engine_owned
+from megarl.weights.published import fused_tensors, whole_published
 from megarl.weights.recorded_table import recorded_table
 
 HEAD = "lm_head.weight"
@@ -55,7 +57,7 @@ def parse_degrees(text: str) -> Degrees:
     """
     words = text.split()
     found = {name: int(word) for name, word in zip(words[::2], words[1::2], strict=False)}
-    one = r"(zero [0-3]|(data|sequence|tensor) [1-9]\d*)"
+    one = r"(zero [0-3]|(data|sequence|tensor|expert) [1-9]\d*)"
     if not re.fullmatch(rf"{one}( {one})*", " ".join(words)) or len(found) * 2 != len(words):
         raise ValueError(f'the layout is {text!r}; set one such as "data 2 tensor 1 zero 3"')
     stage = found.pop("zero", 0)
@@ -79,7 +81,7 @@ class Model:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(parameter.shape) for name, parameter in self.empty().named_parameters()}
+        return whole_published(self.empty())
 
     @property
     def parameters(self) -> int:
@@ -89,10 +91,14 @@ class Model:
         """What each rank of a training layout holds; raises `ValueError` where it cannot be cut
         so.
         """
-        tensor = degrees.layout.tensor
-        refuse_tensor(self.settings, tensor)
-        shards = shard_model(self.empty(), Axis("tensor", tensor, 0, tuple(range(tensor)), None))
-        return training_owned(self.shapes, shards, degrees.layout, degrees.zero_stage)
+        layout, whole = degrees.layout, self.empty()
+        refuse_tensor(self.settings, layout.tensor)
+        refuse_expert_layout(self.settings, layout.expert, layout.tensor, is_autotp=False)
+        axis = Axis("tensor", layout.tensor, 0, tuple(range(layout.tensor)), None)
+        shards = expert_shards(whole, layout.expert * layout.tensor)
+        shards |= shard_model(self.empty(), axis)
+        fused = fused_tensors(whole)
+        return training_owned(self.shapes, shards, layout, degrees.zero_stage, fused)
 
     def engine(self, tensor: int) -> list[Owned]:
         """What each rank of an engine holds; raises `ValueError` where it cannot be cut so."""

@@ -446,7 +446,8 @@ def test_layouts_that_do_not_fit_are_refused(tmp_path: Path, run: Run, refused: 
     ):
         assert said in refused("plan", path, *layouts.split("|"))
     moe = config_of(tmp_path, "30B-A3B")
-    assert "moe_tp_experts" in refused("plan", moe, "--source", "tensor 2", "--engines", "1")
+    source = "data 3 expert 3"
+    assert "does not divide the 128" in refused("plan", moe, "--source", source, "--engines", "1")
 
 
 NO_LAYOUTS = ("", "data", "data two", "data 2 tensor", "width 2", "zero 4", "data 0")
