@@ -97,12 +97,14 @@ class ReshardEngine(WeightTransferEngine):
                     " rollout.engine.dtype to 'float32'"
                 )
         in_table = {name: f"{size} elements" for name, size in sizes.items()}
-        in_model = {}
+        in_model, first = {}, {name for name, _ in self.model.named_parameters()}
         for path, layer in self.model.named_modules():
             if path != "lm_head" or not self._is_tied():
                 in_model |= {
                     f"{path}.{leaf}": f"{value.numel()} elements"
                     for leaf, value in self._raw(layer).items()
+                    if f"{path}.{leaf}"
+                    in first  # a router's bias is a parameter of its experts too
                 }
         refuse_other_model(in_table, in_model, "the engine's model")
 
@@ -196,6 +198,8 @@ class ReshardEngine(WeightTransferEngine):
             parameter.__class__ = raw[name].__class__
             parameter.__dict__.update(raw[name].__dict__)
             layer._parameters[name] = parameter
+        for name in running[0].keys() - values.keys():  # another module's
+            layer._parameters[name] = running[0][name]
         self._repack(layer)
         for name, old in running[0].items():
             new: Any = layer._parameters[name]
