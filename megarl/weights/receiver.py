@@ -103,8 +103,7 @@ class ReshardEngine(WeightTransferEngine):
                 in_model |= {
                     f"{path}.{leaf}": f"{value.numel()} elements"
                     for leaf, value in self._raw(layer).items()
-                    if f"{path}.{leaf}"
-                    in first  # a router's bias is a parameter of its experts too
+                    if f"{path}.{leaf}" in first  # experts share the bias of their router
                 }
         refuse_other_model(in_table, in_model, "the engine's model")
 
