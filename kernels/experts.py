@@ -22,8 +22,6 @@ import torch.nn.functional as F
 from megarl.kernels.linear import accumulator, gradient_product, product
 
 Backend = Literal["loop", "grouped", "triton"]
-
-
 CHUNKS = {"cpu": 1024, "cuda": 16384}
 """{device type: rows at a time of sums that need copies}; those of a CPU stay in its cache."""
 
@@ -52,7 +50,7 @@ def _grouped_weights(a: torch.Tensor, b: torch.Tensor, counts: Sequence[int]) ->
 
 
 def products(backend: Backend) -> Products:
-    """Those of "loop" take one expert at a time."""
+    """The products of a backend. Those of "loop" take the rows of one expert."""
     if backend == "loop":
         return Products(
             lambda a, weight, _: product(a, weight[0]),
@@ -89,8 +87,10 @@ class ExpertRows:
     order: torch.Tensor | None = None
     """[T, K] with `tokens`: the rows of each token; S for none."""
 
-    def parts(self) -> Iterator[tuple[slice, slice, Sequence[int]]]:
-        """(experts, their rows, rows by expert) of what is computed at once."""
+    def calls(self) -> Iterator[tuple[slice, slice, Sequence[int]]]:
+        """(experts, their rows, rows by expert) of each call of the products: one for each expert
+        with rows under "loop", else one for all.
+        """
         if self.backend != "loop":
             yield slice(None), slice(None), self.counts
             return
@@ -100,8 +100,8 @@ class ExpertRows:
                 yield slice(expert, expert + 1), slice(first, first + count), [count]
             first += count
 
-    def room(self, like: torch.Tensor, *shape: int) -> torch.Tensor | None:
-        """For what parts write; None where there is one."""
+    def output(self, like: torch.Tensor, *shape: int) -> torch.Tensor | None:
+        """An empty tensor for the results of several calls; None if there is one call."""
         return like.new_empty(shape) if self.backend == "loop" else None
 
     def take(self, x: torch.Tensor, rows: slice) -> torch.Tensor:
@@ -109,7 +109,7 @@ class ExpertRows:
 
 
 def _put(out: torch.Tensor | None, at: slice, values: torch.Tensor) -> torch.Tensor:
-    """`out` with `values`, or without a copy the values where they are all and there is no out."""
+    """`out` after `out[at] = values`; without an `out`, `values` are the whole result."""
     if out is None:
         return values
     out[at] = values
@@ -118,8 +118,8 @@ def _put(out: torch.Tensor | None, at: slice, values: torch.Tensor) -> torch.Ten
 
 def _add_bias(rows: torch.Tensor, bias: torch.Tensor | None, counts: Sequence[int]) -> torch.Tensor:
     if bias is not None:
-        for part, addend in zip(rows.split(counts), bias, strict=True):
-            part.add_(addend)
+        for expert_rows, addend in zip(rows.split(counts), bias, strict=True):
+            expert_rows.add_(addend)
     return rows
 
 
@@ -127,13 +127,13 @@ class _ExpertMlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x, gate_up, gate_up_bias, down, down_bias, work: ExpertRows):
         times, gates = products(work.backend).rows, []
-        out = work.room(x, sum(work.counts), down.shape[1])
-        for experts, rows, counts in work.parts():
+        out = work.output(x, sum(work.counts), down.shape[1])
+        for experts, rows, counts in work.calls():
             biases = [b if b is None else b[experts] for b in (gate_up_bias, down_bias)]
-            part = times(work.take(x, rows), gate_up[experts], counts)
-            gates.append(_add_bias(part, biases[0], counts))
-            part = times(work.gate(part), down[experts], counts)
-            out = _put(out, rows, _add_bias(part, biases[1], counts))
+            upper = times(work.take(x, rows), gate_up[experts], counts)
+            gates.append(_add_bias(upper, biases[0], counts))
+            lower = times(work.gate(upper), down[experts], counts)
+            out = _put(out, rows, _add_bias(lower, biases[1], counts))
         ctx.save_for_backward(x, gate_up, gate_up_bias, down, down_bias, *gates)
         ctx.work = work
         return out
@@ -144,39 +144,39 @@ class _ExpertMlp(torch.autograd.Function):
         x, *saved = ctx.saved_tensors  # once: gradient checkpointing computes them again
         weights, gates = saved[:4], saved[4:]
         _, times, sums = products(work.backend)
-        grad_x = work.room(x, len(grad), x.shape[1])
-        found = [
-            work.room(x, *weight.shape) if wanted else None
+        grad_x = work.output(x, len(grad), x.shape[1])
+        gradients = [
+            work.output(x, *weight.shape) if wanted else None
             for weight, wanted in zip(weights, needed[1:5], strict=True)
         ]
 
         def add(number: int, experts: slice, counts: Sequence[int], grad: Any, values: Any) -> None:
             """To the gradients of a weight and its bias."""
             if needed[1 + number]:
-                found[number] = _put(found[number], experts, sums(grad, values, counts))
+                gradients[number] = _put(gradients[number], experts, sums(grad, values, counts))
             if needed[2 + number]:
-                bias = torch.stack([part.sum(0) for part in grad.split(counts)])
-                found[number + 1] = _put(found[number + 1], experts, bias)
+                bias = torch.stack([rows.sum(0) for rows in grad.split(counts)])
+                gradients[number + 1] = _put(gradients[number + 1], experts, bias)
 
-        for (experts, rows, counts), gate in zip(work.parts(), gates, strict=True):
-            part = gate.detach().requires_grad_()
+        for (experts, rows, counts), gate in zip(work.calls(), gates, strict=True):
+            upper = gate.detach().requires_grad_()
             with torch.enable_grad():
-                inner = work.gate(part)
-            upper = grad[rows].contiguous()
-            add(2, experts, counts, upper, inner.detach())
-            lower = times(upper, weights[2][experts].transpose(-2, -1), counts)
-            (lower,) = torch.autograd.grad(inner, part, lower)
-            add(0, experts, counts, lower, work.take(x, rows))
+                inner = work.gate(upper)
+            grad_out = grad[rows].contiguous()
+            add(2, experts, counts, grad_out, inner.detach())
+            grad_inner = times(grad_out, weights[2][experts].transpose(-2, -1), counts)
+            (grad_upper,) = torch.autograd.grad(inner, upper, grad_inner)
+            add(0, experts, counts, grad_upper, work.take(x, rows))
             if needed[0]:
-                lower = times(lower, weights[0][experts].transpose(-2, -1), counts)
-                grad_x = _put(grad_x, rows, lower)
+                grad_rows = times(grad_upper, weights[0][experts].transpose(-2, -1), counts)
+                grad_x = _put(grad_x, rows, grad_rows)
         if needed[0] and work.order is not None:
             grad_x = _token_sums(grad_x, work.order)
         unused = [expert for expert, count in enumerate(work.counts) if not count]
-        for weight in found:
-            if weight is not None:
-                weight[unused] = 0
-        return grad_x, *found, None
+        for gradient in gradients:
+            if gradient is not None:
+                gradient[unused] = 0
+        return grad_x, *gradients, None
 
 
 def expert_mlp(
@@ -238,10 +238,10 @@ class _WeightedSum(torch.autograd.Function):
         grad_rows, grad_weights = torch.empty_like(rows), torch.zeros_like(weights)
         size = CHUNKS[rows.device.type]
         chunks = (x.split(size) for x in (pairs, rows, grad_rows))
-        for index, part, target in zip(*chunks, strict=True):
-            of_rows = grad[index // weights.shape[1]]
-            grad_weights.view(-1)[index] = (of_rows * part).sum(-1)
-            target.copy_(of_rows.mul_(weights.view(-1)[index, None]))
+        for index, outputs, target in zip(*chunks, strict=True):
+            token_grads = grad[index // weights.shape[1]]
+            grad_weights.view(-1)[index] = (token_grads * outputs).sum(-1)
+            target.copy_(token_grads.mul_(weights.view(-1)[index, None]))
         return grad_rows, grad_weights, None, None
 
 

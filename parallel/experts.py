@@ -78,8 +78,8 @@ class TokenRoute:
         numbers = torch.arange(counts.shape[1], device=flat.device).repeat(axis.size)
         by_expert = numbers.repeat_interleave(arriving.view(-1)).argsort(stable=True)
         sizes = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
-        own = arriving.sum(0).tolist()
-        return TokenRoute(pairs, order, own, sizes[0], sizes[1], by_expert, axis)
+        row_counts = arriving.sum(0).tolist()
+        return TokenRoute(pairs, order, row_counts, sizes[0], sizes[1], by_expert, axis)
 
     @property
     def tokens(self) -> torch.Tensor:

@@ -33,9 +33,9 @@ def write_groups(path: Path, groups: Sequence[Group], made_with: str) -> Path:
         "token_ids": _joined([segment.arrays.token_ids for segment in parts], np.int32),
         "logprobs": _joined([segment.arrays.logprobs for segment in parts], np.float32),
     }
-    told = [experts for segment in parts if (experts := segment.arrays.experts) is not None]
-    if told:
-        arrays["experts"] = np.concatenate(told)
+    recorded = [experts for segment in parts if (experts := segment.arrays.experts) is not None]
+    if recorded:
+        arrays["experts"] = np.concatenate(recorded)
     about = {
         "made_with": made_with,
         "experts": [

@@ -229,7 +229,9 @@ class Remote:
                 waiting.set_result(answer)
 
     async def _connect(self) -> None:
-        """Have the actor connect, and end every open request with the connection."""
+        """Ask the actor to connect, and wait until the connection ends. Open requests then fail
+        with `ActorUnreachable`, or with `ProcessLost` if the actor has died.
+        """
         self._route = secrets.token_hex(16).encode()
         self.channel.hearers[self._route] = self._hear
         error: Exception = ActorUnreachable("its connection broke")

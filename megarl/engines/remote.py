@@ -158,12 +158,12 @@ class EngineActor(ChannelActor):
 def reported_tokens(num_prompt: int, segments: Sequence[Segment]) -> int:
     """How many first tokens of prompt and `segments` have experts in the segments' arrays."""
     ends = itertools.accumulate((segment.num_tokens for segment in segments), initial=num_prompt)
-    told = [
+    counts = [
         end - 1  # an engine does not compute the last token that it samples
         for segment, end in zip(segments, list(ends)[1:], strict=True)
         if segment.arrays.experts is not None
     ]
-    return max(told, default=0)
+    return max(counts, default=0)
 
 
 class RemoteEngine:

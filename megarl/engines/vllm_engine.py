@@ -200,11 +200,11 @@ class Engine(VllmProcess):
             arguments = (final.request_id, count - 1)
             answers = await self._llm.collective_rpc("megarl_take_experts", args=arguments)
             shape, content = answers[0]
-            found = np.frombuffer(content, dtype).reshape(shape)
+            recorded = np.frombuffer(content, dtype).reshape(shape)
         else:
-            found = output.routed_experts[: count - 1, self._expert_layers].astype(dtype)
-        experts = np.full((count, *found.shape[1:]), unreported_experts(dtype), dtype)
-        experts[: len(found)] = found
+            recorded = output.routed_experts[: count - 1, self._expert_layers].astype(dtype)
+        experts = np.full((count, *recorded.shape[1:]), unreported_experts(dtype), dtype)
+        experts[: len(recorded)] = recorded
         return experts
 
     async def score(self, token_ids: list[int], adapted: bool = True) -> list[float]:

@@ -389,9 +389,14 @@ def from_tree(
     say: Callable[[str], object] = str,
     lines: dict[str, int] | None = None,
 ) -> C:
-    """Convert a recipe's nested dicts to class `kind`, with presets filled in. Raises `ValueError`
-    with all mistakes, for which `where` names the dicts and `lines` is {dotted key: line}. `say`
-    gets a line for each relative path that is only in the recipe's folder, `beside`.
+    """Convert a recipe's nested dicts to a configuration of class `kind`, with presets filled in.
+    Raises `ValueError` that lists all mistakes.
+
+    Args:
+        where: what messages call the recipe, such as its path.
+        beside: the recipe's folder, in which relative paths are looked up too.
+        say: gets a line for each path that is only there.
+        lines: {dotted key: line of the file}, for messages.
     """
     folder = recipe_paths.Beside(beside)
     try:

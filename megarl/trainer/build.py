@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from typing import Any
 
 import deepspeed
 import torch
@@ -89,15 +90,15 @@ class Partitioner:
         """
         # A view of one element: DeepSpeed asks for the shape, and nothing whole is allocated.
         unfilled = torch.zeros(1, dtype=part.dtype, device=part.device).expand(empty.shape)
-        parameter = nn.Parameter(unfilled, requires_grad=empty.requires_grad)
+        parameter: Any = nn.Parameter(unfilled, requires_grad=empty.requires_grad)
         if axis is not self._mesh.gradient:
-            parameter.ds_zero_partition_process_group = self._mesh.group(axis)  # type: ignore
+            parameter.ds_zero_partition_process_group = self._mesh.group(axis)
         self._init._convert_to_deepspeed_param(parameter)
-        partition: torch.Tensor = part
-        partition.ds_numel = part.numel()  # type: ignore[attr-defined]
-        partition.status = PartitionedParamStatus.AVAILABLE  # type: ignore[attr-defined]
-        partition.final_location = None  # type: ignore[attr-defined]
-        parameter.ds_tensor = partition  # type: ignore[attr-defined]
-        parameter.ds_numel_aligned = part.numel() * axis.size  # type: ignore[attr-defined]
+        partition: Any = part
+        partition.ds_numel = part.numel()
+        partition.status = PartitionedParamStatus.AVAILABLE
+        partition.final_location = None
+        parameter.ds_tensor = partition
+        parameter.ds_numel_aligned = part.numel() * axis.size
         free_param(parameter)
         return parameter

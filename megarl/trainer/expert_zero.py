@@ -54,6 +54,6 @@ def expert_groups(
             parameter.allreduce, parameter.group_name = False, name
     if stage < 3:
         model.expert_mark = _ExpertMark()
-    own = {id(parameter) for parameter in experts}
-    dense = [parameter for parameter in trained if id(parameter) not in own]
+    expert_ids = {id(parameter) for parameter in experts}
+    dense = [parameter for parameter in trained if id(parameter) not in expert_ids]
     return [{"params": dense}, {"params": experts, "moe": True, "name": name}]

@@ -108,6 +108,7 @@ class Routers:
     shape: tuple[int, int] = (0, 0)
     """(layers with experts, K)."""
     load: ExpertLoad = field(default_factory=lambda: ExpertLoad(ExpertsConfig()))
+    """How many tokens each expert gets."""
 
     def replay(self, experts: torch.Tensor | None) -> None:
         """Take these experts, as `MicroBatch.experts`, in the passes from now on. Raises
@@ -138,8 +139,8 @@ def _route(
     )
     chosen = None
     if shared.chosen is not None:
-        own = formula(router, logits.detach(), None)[1]
-        chosen = torch.where(shared.chosen[layer] < 0, own, shared.chosen[layer])
+        unguided = formula(router, logits.detach(), None)[1]
+        chosen = torch.where(shared.chosen[layer] < 0, unguided, shared.chosen[layer])
     weights, index = formula(router, logits, chosen)
     if shared.used is not None:
         shared.used.append(index)
@@ -194,7 +195,7 @@ def _weight(layer: Any, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)
 
 
-def expert_layers(model: nn.Module) -> dict[str, nn.Module]:
+def expert_layers(model: nn.Module) -> dict[str, Any]:
     """{name: module with the fused weights of a layer's experts}"""
     return {
         name: module for name, module in model.named_modules() if hasattr(module, "is_transposed")
@@ -296,14 +297,14 @@ def shard_experts(
         router.forward = partial(_route, router, formula, layer, routers)
     routers.load.routers, routers.load.num_experts = known, num_experts(model.config)
     for owner, layer in expert_layers(model).items():
-        layer.ranks = ExpertRanks(mesh.expert, mesh.experts, mesh.tensor, backend)  # type: ignore
+        layer.ranks = ExpertRanks(mesh.expert, mesh.experts, mesh.tensor, backend)
         # Under ZeRO 3 all ranks must call the same modules; this is called by experts with rows.
         if "act_fn" in layer._modules:
             layer.__dict__["act_fn"] = layer._modules.pop("act_fn")
         for name, whole in list(layer.named_parameters()):
             if shard := shards.get(f"{owner}.{name}"):
-                part = shard.take(whole.detach(), mesh.experts.rank)
-                setattr(layer, name, parameter(part, whole))
+                weight = shard.take(whole.detach(), mesh.experts.rank)
+                setattr(layer, name, parameter(weight, whole))
     return shards
 
 

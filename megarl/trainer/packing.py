@@ -134,8 +134,8 @@ def pack_mini_batch(
     share: SharePrefix = "off",
     windows: Sequence[int | None] = (),
 ) -> list[MicroBatch]:
-    """This rank's packed sequences of the mini-batch `samples`, each as by `pack_shared`.
-    `micro_batches`: the indices of each one's samples.
+    """Pack a mini-batch: for each of `micro_batches`, which has indices into `samples`, this rank's
+    tokens. Other arguments: those of `pack_shared`.
     """
     return [
         pack_shared(

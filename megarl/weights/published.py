@@ -80,8 +80,9 @@ def kept_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def renamed(model: PreTrainedModel, stored: Iterable[str], folder: Path) -> dict[str, str]:
-    """{name in the model: name among `stored`} where transformers renames at loading. Raises
-    `ValueError` for tensors that it joins or splits.
+    """{model's name: checkpoint's name} of the tensors that transformers renames at loading.
+    `stored`: names in the checkpoint, which is in `folder`. Raises `ValueError` for a tensor that
+    it joins with others or splits, other than experts.
     """
     state: Any = stored_shapes(model)
     stored, (renamings, converters), names = set(stored), _conversions(model), dict[str, str]()
@@ -99,9 +100,7 @@ def renamed(model: PreTrainedModel, stored: Iterable[str], folder: Path) -> dict
 
 
 def exported_names(model: PreTrainedModel) -> dict[str, str]:
-    """{name of a parameter: its name in a checkpoint} where transformers stores it under another
-    name, for readers of the published names.
-    """
+    """{model's name: checkpoint's name} of the tensors that transformers renames at saving."""
     renamings = reversed(_conversions(model)[0])
     back: Any = [r.reverse_transform() for r in renamings if type(r) is WeightRenaming]
     names = {

@@ -86,8 +86,8 @@ class ReshardEngine(WeightTransferEngine):
         self._plain = self._find_plain()
 
     def _compare(self, sizes: dict[str, int]) -> None:
-        """Raise `ValueError` for the first parameter whose size differs, or that would be rounded.
-        `sizes`: by the table.
+        """Compare the engine's parameters with `sizes`, the elements of each by the parameter
+        table. Raises `ValueError` if one differs, or is float32 while weights travel in 16 bit.
         """
         dtype = self._buckets.route.dtype
         for name, value in self.model.named_parameters():

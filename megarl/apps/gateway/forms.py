@@ -115,7 +115,7 @@ def refuse_settings(request: Any) -> None:
 
 
 def new_id(kind: str) -> str:
-    """A new id of a response."""
+    """A random id for a response or a part of it, such as "chatcmpl-" and 24 hexadecimal digits."""
     return f"{kind}-{secrets.token_hex(12)}"
 
 

@@ -312,12 +312,12 @@ def shown_commands(started: Sequence[Process], hosts: Sequence[str]) -> list[str
 
 def _ray(node: int, plan: LaunchPlan, gpus: Gpus, at: Addresses) -> ProgramCommand:
     """The command that starts Ray on a node: the head on node 0."""
-    mine = [gpu for one in gpus.engines for gpu in one if gpu.node == node]
+    node_gpus = [gpu for one in gpus.engines for gpu in one if gpu.node == node]
     words = [at.python, "-m", "ray.scripts.scripts", "start", *(["--block"] if at.state else [])]
     # Colocated engines follow the policy's ranks, and Ray deals out nothing.
-    words += [f"--num-gpus={0 if plan.colocated or gpus.on_cpu else len(mine)}"]
+    words += [f"--num-gpus={0 if plan.colocated or gpus.on_cpu else len(node_gpus)}"]
     if gpus.on_cpu and not plan.colocated and gpus.num_nodes > 1:
-        words += [f"--resources={json.dumps({ENGINE_RANKS: len(mine)})}"]
+        words += [f"--resources={json.dumps({ENGINE_RANKS: len(node_gpus)})}"]
     if node == 0:
         words += ["--head", f"--port={at.ray_port}", *HEAD_OPTIONS]
         words += [f"--ray-client-server-port={at.client_port}"] if at.client_port else []
@@ -327,7 +327,7 @@ def _ray(node: int, plan: LaunchPlan, gpus: Gpus, at: Addresses) -> ProgramComma
     settings = RAY_SETTINGS | (RAY_ON_LOOPBACK if gpus.num_nodes == 1 else {})
     assert isinstance(plan.config, RunConfig), "no engines"
     token = plan.config.environment.remote.token_variable  # for reward servers, and not for Ray
-    return _command(settings, {token: ""} if token else {}, mine, plan, at, words)
+    return _command(settings, {token: ""} if token else {}, node_gpus, plan, at, words)
 
 
 def _torchrun(
@@ -339,20 +339,20 @@ def _torchrun(
     at: Addresses,
 ) -> ProgramCommand:
     """The command that starts the trainer ranks of a node."""
-    mine = [gpu for gpu in gpus.ranks if gpu.node == node]
+    node_gpus = [gpu for gpu in gpus.ranks if gpu.node == node]
     words = [at.python, "-m", "megarl.parallel.torchrun"]
     # Engines on other nodes connect to the address of rank 0, also where all ranks are on one.
     several = gpus.num_nodes > 1
     if several:
         words += ["--nnodes", str(num_hosts), "--node-rank", str(node)]
-    words += ["--nproc-per-node", str(len(mine))]
+    words += ["--nproc-per-node", str(len(node_gpus))]
     if several:
         words += ["--master-addr", at.head, "--master-port", str(at.torch_port)]
     words += ["-m", "megarl", "run", str(recipe_path(options.recipe).resolve())]
     words += options.overrides
     ray = RAY_SETTINGS if plan.num_engines else {}
     joins = {"RAY_ADDRESS": f"{at.head}:{at.ray_port}"} if plan.num_engines else {}
-    return _command(ray, joins, mine, plan, at, words)
+    return _command(ray, joins, node_gpus, plan, at, words)
 
 
 def _command(

@@ -235,7 +235,9 @@ class Programs:
         """User id of the programs."""
 
     def refusal(self) -> str:
-        """Why programs cannot run under the protection of the setup; "" if they can."""
+        """Why this machine cannot run programs in the sandbox that the setup names; "" if it can.
+        Starts the interpreter once, to see which user may run it.
+        """
         if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
             return "this kernel tells no process's children (CONFIG_PROC_CHILDREN)"
         mode = self.setup["sandbox"]
