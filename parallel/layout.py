@@ -35,7 +35,7 @@ class Layout:
         if self.replicas % self.expert:
             raise ValueError(
                 f"training.layout.expert is {self.expert}, which does not divide data x sequence ="
-                f" {self.replicas} ranks; set it to a divisor"
+                f" {self.replicas} ranks; set it to a divisor, or start more ranks (--ranks)"
             )
 
     @property
