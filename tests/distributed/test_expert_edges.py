@@ -210,7 +210,10 @@ def test_mixtures_that_training_does_not_know_are_refused(tmp_path: Path) -> Non
     refuse_balance(qwen, TrainingConfig(experts=ExpertsConfig(z_coefficient=0.1)))
     with pytest.raises(ValueError, match=r"bias_rate is 0.1, but the routers of .* set it to 0"):
         refuse_balance(qwen, TrainingConfig(experts=ExpertsConfig(bias_rate=0.1)))
-    lora = {"lora": LoraConfig(rank=4, targets=("q_proj",)), "experts": ExpertsConfig(bias_rate=0.1)}
+    lora = {
+        "lora": LoraConfig(rank=4, targets=("q_proj",)),
+        "experts": ExpertsConfig(bias_rate=0.1),
+    }
     glm = empty_model(ModelConfig(path=write_mixture(tmp_path / "glm", "glm4_moe")))
     with pytest.raises(ValueError, match=r"bias_rate is 0.1, but with training.lora"):
         refuse_balance(glm, TrainingConfig(**lora))

@@ -48,8 +48,7 @@ def layer(settings: dict[str, Any]) -> Callable[[str], Any]:
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-    from megarl.parallel.mesh import Axis
-    from megarl.trainer.experts import ExpertRanks
+    import megarl.trainer.experts  # registers its way  # noqa: F401
 
     torch.manual_seed(0)
     torch.set_num_threads(settings["threads"])
@@ -57,8 +56,7 @@ def layer(settings: dict[str, Any]) -> Callable[[str], Any]:
     config = Qwen3MoeConfig(
         hidden_size=hidden, moe_intermediate_size=settings["width"], num_experts=experts
     )
-    module, alone = Qwen3MoeExperts(config), Axis("expert", 1, 0, (0,), None)
-    module.ranks = ExpertRanks(experts, alone, alone, alone)  # type: ignore
+    module = Qwen3MoeExperts(config)
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     states, grad = torch.randn(2, tokens, hidden).unbind()
