@@ -302,6 +302,22 @@ async def test_a_verifier_of_the_house_has_a_memory_limit(monkeypatch: pytest.Mo
     assert used < most < used + 512 * 2**20
 
 
+async def test_a_prompt_verdict_looks_at_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To find a worker's descendants reads all of /proc, milliseconds for each verdict."""
+    looks: list[Worker] = []
+    whole = Worker._computed_s
+
+    def watched(self: Worker) -> float:
+        looks.append(self)
+        return whole(self)
+
+    monkeypatch.setattr(Worker, "_computed_s", watched)
+    async with opened(EnvironmentConfig(verifier="exact_match", time_limit_s=60)) as environment:
+        for response in ("1", "2"):
+            assert (await environment.score(PROMPT, response, 1, False)).failure == ""
+    assert not looks
+
+
 async def test_a_timeout_does_not_wait_for_the_process_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
