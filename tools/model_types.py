@@ -178,12 +178,12 @@ def reason(kind: str, said: str) -> str:
 
 def table(rows: dict[str, tuple[str, ...]]) -> str:
     """The page's table of `rows`, as Markdown."""
-    lines = ["| type | train | sequence | tensor | engine | export |", "|---|---|---|---|---|---|"]
+    lines = ["| type | tensor | engine | export |", "|---|---|---|---|"]
     why: dict[str, list[str]] = {}
     for kind, one in rows.items():
         if len(one) > 1:
             name, tensor, export = one
-            lines.append(f"| {kind} | yes | yes | {tensor} | {engine(kind, name)} | {export} |")
+            lines.append(f"| {kind} | {tensor} | {engine(kind, name)} | {export} |")
         else:
             why.setdefault(reason(kind, one[0]), []).append(kind)
     lines += ["", "| refused | why |", "|---|---|"]
