@@ -168,12 +168,11 @@ def row(kind: str, ranks: ProcessMesh) -> tuple[str, ...]:
 
 
 def reason(kind: str, said: str) -> str:
-    """The message `said` without what is of one type or folder."""
+    """The message `said` without what is of one type, folder or exception."""
     said = re.sub(r"with \w+Router(, \w+Router)*", "with another router", said)
     said = re.sub(rf"(of )?'?FOLDER'? ?|(model )?type {re.escape(kind)} ", "", said)
-    return (
-        re.sub(r"^(of )?model\.path ", "", said).partition(", which training")[0].partition("; ")[0]
-    )
+    said = re.sub(r"^(of )?model\.path ", "", said).partition(", which training")[0]
+    return re.sub(r" \(\w+Error: .*\)|(?<=not tried): \w+", "", said.partition("; ")[0])
 
 
 def table(rows: dict[str, tuple[str, ...]]) -> str:
