@@ -168,22 +168,21 @@ def row(kind: str, ranks: ProcessMesh) -> tuple[str, ...]:
 
 
 def reason(kind: str, said: str) -> str:
-    """The message `said` without what is of one type or folder."""
+    """The message `said` without what is of one type, folder or exception."""
     said = re.sub(r"with \w+Router(, \w+Router)*", "with another router", said)
     said = re.sub(rf"(of )?'?FOLDER'? ?|(model )?type {re.escape(kind)} ", "", said)
-    return (
-        re.sub(r"^(of )?model\.path ", "", said).partition(", which training")[0].partition("; ")[0]
-    )
+    said = re.sub(r"^(of )?model\.path ", "", said).partition(", which training")[0]
+    return re.sub(r" \(\w+Error: .*\)|(?<=not tried): \w+", "", said.partition("; ")[0])
 
 
 def table(rows: dict[str, tuple[str, ...]]) -> str:
     """The page's table of `rows`, as Markdown."""
-    lines = ["| type | train | sequence | tensor | engine | export |", "|---|---|---|---|---|---|"]
+    lines = ["| type | tensor | engine | export |", "|---|---|---|---|"]
     why: dict[str, list[str]] = {}
     for kind, one in rows.items():
         if len(one) > 1:
             name, tensor, export = one
-            lines.append(f"| {kind} | yes | yes | {tensor} | {engine(kind, name)} | {export} |")
+            lines.append(f"| {kind} | {tensor} | {engine(kind, name)} | {export} |")
         else:
             why.setdefault(reason(kind, one[0]), []).append(kind)
     lines += ["", "| refused | why |", "|---|---|"]

@@ -90,7 +90,7 @@ class CorrectionConfig(Config):
     """`decoupled`: w up to high, 0 above. `tis`: min(w, high). `icepop`: w inside [low, high], 0
     outside. `sequence_mask`: the product of a sample's w inside [low, high], 0 outside.
     `geometric_mask`: 1 if the geometric mean of a sample's w is inside [low, high], else 0. A
-    function of your own: docs/reference_extending.md."""
+    function of your own: docs/api.md."""
     low: Annotated[float | None, Range(0.0, 1.0), Of("kind", *kinds_with(0), FILE)] = None
     """Lower bound; null: 0.5 for `icepop` (arXiv:2510.18855), 0 for `sequence_mask`, 0.99 for
     `geometric_mask`."""
@@ -146,11 +146,11 @@ class AlgorithmConfig(Config):
     NAME`."""
     method: Annotated[str, METHOD] = "policy_gradient"
     """What is done with the rollouts of a step: a name in `METHODS` of megarl.run.loop, or a
-    function of your own (docs/reference_extending.md)."""
+    function of your own (docs/api.md)."""
     advantage: Annotated[str, ADVANTAGE] = "grpo"
     """How rewards become advantages: a name in `ADVANTAGES` (one number a sample) or
     `TOKEN_ADVANTAGES` (one a token) of megarl.objectives, or a function of your own
-    (docs/reference_extending.md). KL in the reward is of the whole sequence in
+    (docs/api.md). KL in the reward is of the whole sequence in
     `reinforce_plus_plus`, from the token on in `reinforce_plus_plus_tokens` (arXiv:2501.03262, eq.
     8)."""
     credit: Annotated[Literal["response", "turn"], Of("advantage", *COMPARING, FILE)] = "response"
@@ -162,7 +162,7 @@ class AlgorithmConfig(Config):
     one before that, and so on. 0: each turn is judged by its own reward."""
     loss: Annotated[str, LOSS] = "ppo_clip"
     """A name in megarl.objectives.losses.LOSSES, or a function of your own
-    (docs/reference_extending.md)."""
+    (docs/api.md)."""
     aggregation: AggregationName = "token"
     """`token`: mean over all tokens of the mini-batch. `sequence`: mean over sequences of their
     token means. `constant`: sum over tokens / (sequences x constant_tokens)."""

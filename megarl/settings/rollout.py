@@ -125,7 +125,7 @@ class RolloutConfig(Config):
     dynamic_sampling: DynamicSamplingConfig = section(DynamicSamplingConfig)
     filter: Annotated[str, FILTER, Of("dynamic_sampling.enabled")] = ""
     """Which groups are trained on: `differing`, whose rewards are not all equal; `all`; or a
-    function of your own (docs/reference_extending.md). Empty: `differing` with a built-in
+    function of your own (docs/api.md). Empty: `differing` with a built-in
     `algorithm.advantage` that compares the samples of a group, else `all`."""
     request_timeout_s: Annotated[float, Range(0.1, LONGEST_WAIT_S)] = 600.0
     """Seconds for a generation request, without pauses of the engine, beyond which the run ends.

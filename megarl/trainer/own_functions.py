@@ -1,6 +1,6 @@
 """Functions of the user's own are called with a small batch before a run starts: NaN, a wrong shape
 or no gradient is reported with file and line. What each function receives and returns is in
-docs/reference_extending.md.
+docs/api.md.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Trial:
         code = getattr(inspect.unwrap(self.function), "__code__", None)
         line = lines[-1] if lines else getattr(code, "co_firstlineno", 1)
         text = " ".join(problem.split())
-        return f"{self.setting}: {file}, line {line}: '{name}' {text} (docs/reference_extending.md)"
+        return f"{self.setting}: {file}, line {line}: '{name}' {text} (docs/api.md)"
 
 
 def try_objectives(config: RunConfig, device: torch.device, *, has_empty_ranks: bool) -> None:

@@ -47,9 +47,7 @@ def test_types_train_or_are_refused() -> None:
     for kind in TRAINED:
         _, tensor, export = found[kind]
         line = next(line for line in page.splitlines() if line.startswith(f"| {kind} |"))
-        assert line.startswith(f"| {kind} | yes | yes | {tensor} |") and line.endswith(
-            f"{export} |"
-        )
+        assert line.startswith(f"| {kind} | {tensor} |") and line.endswith(f"{export} |")
         assert export == "yes"
     for kind, why in REFUSED.items():
         assert why in found[kind][0] and "fetch" not in found[kind][0], found[kind]

@@ -27,6 +27,7 @@ PAIRS = ROOT / "tests" / "support" / "answer_pairs.txt"
 _PAGE = (ROOT / "docs" / "reference_rewards.md").read_text()
 SECTIONS = _PAGE.partition("### Equal answers")[2].partition("\n## ")[0]
 SECTIONS += (ROOT / "docs" / "howto" / "builtin_verifiers.md").read_text()
+SECTIONS += (ROOT / "tests" / "support" / "answer_tables.md").read_text()
 """What the documentation says of the answers that are right and wrong."""
 
 
