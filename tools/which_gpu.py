@@ -98,13 +98,14 @@ def cell(
 def table(tokens: int) -> str:
     """The whole table in Markdown."""
     heads = ["model", "trained", *(f"{n} GPU{'s' * (n > 1)}" for n in NUM_GPUS)]
-    rows = [heads, ["---"] * len(heads)]
+    rows: list[list[str]] = []
     for model in MODELS:
         parameters = parameters_of(model)
         for name, rank in LORA_RANK.items():
             cells = [cell(model, parameters, rank, n, tokens) for n in NUM_GPUS]
             rows.append([model, name, *cells])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    lines = [f"| {' | '.join(row)} |" for row in [heads, *rows]]
+    return "\n".join([lines[0], "|" + "---|" * len(heads), *lines[1:]])
 
 
 if __name__ == "__main__":

@@ -353,7 +353,12 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 HOW_TO = ("builtin_verifiers", "reward_programs")
 SHOWN = [
     (page, yaml.safe_load(text))
-    for page in ("data.md", "from_others.md", "rewards.md", *(f"howto/{name}.md" for name in HOW_TO))
+    for page in (
+        "data.md",
+        "from_others.md",
+        "rewards.md",
+        *(f"howto/{name}.md" for name in HOW_TO),
+    )
     for text in re.findall(r"```yaml[^\n]*\n(.*?)```", (DOCS / page).read_text(), re.S)
     if not re.search(r"^(task|judge|demonstrations):|^[^#]*(\"http|reasoning_gym:)", text, re.M)
 ]
