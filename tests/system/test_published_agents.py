@@ -56,9 +56,7 @@ def test_a_published_agent_finishes(name: str, tmp_path: Path) -> None:
     if shutil.which(name) is None:
         pytest.skip(f"there is no program {name} on the PATH (docs/howto/agents.md)")
     (block,) = (
-        one
-        for one in blocks_of(ROOT / "docs/howto/agents.md")
-        if one.head == f"yaml {name}"
+        one for one in blocks_of(ROOT / "docs/howto/agents.md") if one.head == f"yaml {name}"
     )
     settings: Any = yaml.safe_load(block.body)["environment"]["agent"]
     asked, answer, untrained = asyncio.run(play(settings, *AGENTS[name], tmp_path))
