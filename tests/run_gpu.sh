@@ -3,7 +3,7 @@
 #   bash tests/run_gpu.sh [--minutes 40] [--out FOLDER]      results.json, results.md and results.tar.gz; runs/gpu/DATE
 #   bash tests/run_gpu.sh --python PYTHON     with this Python as it is, without launch/env.sh; or set MEGARL_PYTHON
 #   bash tests/run_gpu.sh --rehearse          the same on the CPU, where a step can be; needs no GPU
-# Without a GPU: one line, exit code 2. The steps are in tools/gpu_steps.toml; docs/howto/no_network.md says what to
+# Without a GPU: one line, exit code 2. The steps are in tools/gpu_steps.toml; docs/howto/install.md says what to
 # carry to a machine without network.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

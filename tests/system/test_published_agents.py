@@ -1,4 +1,4 @@
-"""The agents of docs/howto/agents_published.md as they are published, where they are on the PATH,
+"""The agents of docs/howto/agents.md as they are published, where they are on the PATH,
 with a model that says one text after the other.
 """
 
@@ -54,11 +54,9 @@ def test_a_published_agent_finishes(name: str, tmp_path: Path) -> None:
     it, such as a title, is another one.
     """
     if shutil.which(name) is None:
-        pytest.skip(f"there is no program {name} on the PATH (docs/howto/agents_published.md)")
+        pytest.skip(f"there is no program {name} on the PATH (docs/howto/agents.md)")
     (block,) = (
-        one
-        for one in blocks_of(ROOT / "docs/howto/agents_published.md")
-        if one.head == f"yaml {name}"
+        one for one in blocks_of(ROOT / "docs/howto/agents.md") if one.head == f"yaml {name}"
     )
     settings: Any = yaml.safe_load(block.body)["environment"]["agent"]
     asked, answer, untrained = asyncio.run(play(settings, *AGENTS[name], tmp_path))

@@ -350,15 +350,17 @@ def test_thirds_written_with_six_digits_are_thirds() -> None:
 
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-HOW_TO = (
-    *("builtin_verifiers", "data_of_others", "mixture", "multiple_choice", "reward_programs"),
-    *("several_rewards",),
-)
+HOW_TO = ("builtin_verifiers", "reward_programs")
 SHOWN = [
     (page, yaml.safe_load(text))
-    for page in ("data.md", "rewards.md", *(f"howto/{name}.md" for name in HOW_TO))
+    for page in (
+        "data.md",
+        "from_others.md",
+        "rewards.md",
+        *(f"howto/{name}.md" for name in HOW_TO),
+    )
     for text in re.findall(r"```yaml[^\n]*\n(.*?)```", (DOCS / page).read_text(), re.S)
-    if not re.search(r"^(reward_model|judge|demonstrations):|^[^#]*\"http", text, re.M)
+    if not re.search(r"^(task|judge|demonstrations):|^[^#]*(\"http|reasoning_gym:)", text, re.M)
 ]
 """(page, recipe) of every example about data and rewards that needs no server."""
 
