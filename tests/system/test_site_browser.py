@@ -26,7 +26,7 @@ OPTIONS = [
 ]
 PAGES = (
     *("index.html", "source/index.html", "tutorials/own_reward.html", "howto/read_run_folder.html"),
-    *("concepts/loop.html", "reference/train.html", "results/layouts.html", "404.html"),
+    *("concepts/system.html", "reference/train.html", "results/layouts.html", "404.html"),
 )
 # Each page in a frame as wide as a phone; what is found there is posted to the server.
 PROBE = """<!doctype html><meta charset="utf-8"><link rel="icon" href="data:,"><body><script>

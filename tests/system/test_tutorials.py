@@ -26,6 +26,12 @@ SMALLER = {
         "calculator.yaml --": f"calculator.yaml --model.path {TUNED}/step_000002/model --",
         "--steps 8": "--steps 2 --rollout.groups_per_step 2 --rollout.dynamic_sampling.enabled false",
     },
+    "agent": {
+        "calculator/data\n": "calculator/data --demonstrations 64 --prompts 64 --held-out 4\n",
+        "calculator_sft.yaml\n": "calculator_sft.yaml --steps 2\n",
+        "agent.yaml": f"agent.yaml --model.path {TUNED}/step_000002/model --steps 2"
+        " --rollout.groups_per_step 2 --rollout.dynamic_sampling.enabled false",
+    },
     "chat_game": {
         "steps: 60": "steps: 2",
         "guessing.py data": "guessing.py data --demonstrations 9",

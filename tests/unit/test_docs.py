@@ -8,6 +8,7 @@ import importlib.util
 import json
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from support.commands import python
@@ -62,6 +63,17 @@ def test_lines_are_short(page: Path) -> None:
     """At most 120 characters, but rows of tables and what has no space to break at."""
     lines = [line.strip() for line in page.read_text().splitlines() if len(line) > 120]
     assert not [line for line in lines if " " in line and not line.startswith("|")]
+
+
+def test_pictures_are_described_and_shown() -> None:
+    """Each has a title and a description, at most 1000 px, and stands in a page."""
+    text = "".join(page.read_text() for page in PAGES)
+    for picture in (ROOT / "docs" / "pictures").iterdir():
+        assert f"pictures/{picture.name})" in text, picture
+        if picture.suffix == ".svg":
+            root = ElementTree.parse(picture).getroot()
+            title, description = (root[n].text for n in (0, 1))
+            assert title and description and int(root.attrib["width"]) <= 1000, picture
 
 
 def test_the_site_is_built_of_every_page(tmp_path: Path) -> None:
