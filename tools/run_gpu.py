@@ -179,6 +179,7 @@ def go(
             told(step, "skipped", absent)
         else:
             pending.append(step)
+    folder.mkdir(parents=True, exist_ok=True)
     report.write(folder)
     while (step := fits(pending, ends_at - time.monotonic())) is not None:
         pending.remove(step)
@@ -240,7 +241,6 @@ def main(argv: list[str] | None = None) -> int:
     if not args.rehearse and "gpu" not in machine():
         print("run_gpu: torch sees no GPU here; --rehearse walks the steps on the CPU")
         return 2
-    folder.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     report = go(left, folder.resolve(), args.minutes, args.rehearse, results)
     print(f"results: {folder}/results.json, results.md and results.tar.gz")
