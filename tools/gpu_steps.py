@@ -26,6 +26,7 @@ class Step:
     expected_s: float
     limit_s: float
     needs: tuple[str, ...] = ()
+    path: str = ""
     gpus: int = 1
     reads: Literal["tests", "json", "exit"] = "exit"
     rehearsal: Command = ()
@@ -86,9 +87,11 @@ def missing(step: Step) -> list[str]:
 
 
 def lacking(step: Step, num_gpus: int) -> str:
-    """What a step needs and is not here, of packages and GPUs, in words; "" if nothing."""
+    """What a step needs and is not here, of packages, files and GPUs, in words; "" if nothing."""
     if absent := missing(step):
         return f"not installed here: {', '.join(absent)}"
+    if step.path and not Path(step.path).expanduser().exists():
+        return f"there is no {step.path}"
     return f"needs {step.gpus} GPUs; here: {num_gpus}" if step.gpus > num_gpus else ""
 
 
@@ -106,6 +109,19 @@ def plan(steps: Sequence[Step], minutes: float) -> tuple[list[Step], list[Step]]
         chosen.append(step)
         left_s -= step.expected_s
     return chosen, pending
+
+
+def planned(steps: Sequence[Step], minutes: float, num_gpus: int) -> Iterator[str]:
+    """Lines of text: expected seconds of each step and their sum, what each tells, and why one will
+    not run."""
+    absent = {step.name: lacking(step, num_gpus) for step in steps}
+    chosen, left = plan([step for step in steps if not absent[step.name]], minutes)
+    absent |= {step.name: f"does not fit in {minutes:g} minutes" for step in left}
+    for step in steps:
+        note = f"  [{absent[step.name]}]" if absent[step.name] else ""
+        yield f"{step.expected_s:5.0f} s  {step.name}: {step.tells}{note}"
+    total_s = sum(step.expected_s for step in chosen)
+    yield f"{total_s:5.0f} s  expected for {len(chosen)} steps, of {60 * minutes:.0f} s"
 
 
 def words(command: Command, python: str, out: str = "") -> list[str]:

@@ -2,12 +2,13 @@
 
     python tools/run_gpu.py [--minutes 40] [--only kernels,zero] [--out runs/gpu/DATE]
     python tools/run_gpu.py --rehearse            the same on the CPU, where a step can be
-    python tools/run_gpu.py --list                which steps fit, in their order
+    python tools/run_gpu.py --list                the plan: which steps fit, in their order
     python tools/run_gpu.py --cluster             commands for eight GPUs and two nodes; runs none
 
-One line for each step, whatever became of those before. A step is skipped where it needs a package
-that is not installed, or more GPUs than there are. OUT/results.json, OUT/results.md and
-OUT/results.tar.gz are written after every step, OUT/NUMBER-NAME/output.txt has what a step printed.
+First the plan, then one line for each step, whatever became of those before. A step is skipped
+where it needs a package or file that is not there, or more GPUs than there are. OUT/results.json,
+OUT/results.md and OUT/results.tar.gz are written after every step, OUT/NUMBER-NAME/output.txt has
+what a step printed.
 Steps that have run in the same OUT before are passed over, unless --only names them, and their
 results stay: several short runs add up. The exit status is 0 if every step that was begun ended
 well, 1 if one did not, 2 without a GPU.
@@ -27,11 +28,12 @@ import uuid
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from gpu_results import BEGUN, Report, Result, earlier
-from gpu_steps import CLUSTER, EVERY, STEPS, Step, fits, lacking, listed, plan, words
+from gpu_steps import CLUSTER, EVERY, STEPS, Step, fits, lacking, listed, planned, words
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 
@@ -46,6 +48,7 @@ OPTIONS = {
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@cache
 def machine() -> dict[str, Any]:
     """What runs the steps; asked in a process of its own, since CUDA holds memory where it is
     initialised.
@@ -176,6 +179,8 @@ def go(
             told(step, "skipped", absent)
         else:
             pending.append(step)
+    folder.mkdir(parents=True, exist_ok=True)
+    report.write(folder)
     while (step := fits(pending, ends_at - time.monotonic())) is not None:
         pending.remove(step)
         number += 1
@@ -224,8 +229,11 @@ def main(argv: list[str] | None = None) -> int:
             results = earlier(folder, args.rehearse, [step.name for step in STEPS])
     except ValueError as error:
         parser.error(str(error))
+    num_gpus = 8 if args.rehearse else max(1, machine().get("gpus", 1))
+    ran = {one.step for one in results if one.status in BEGUN and not args.only}
+    left = [step for step in steps if step.name not in ran]
+    print("\n".join(planned(left, args.minutes, num_gpus)), flush=True)
     if args.list:
-        fitting(steps, args.minutes)
         return 0
     if absent := [name for name in EVERY if importlib.util.find_spec(name) is None]:
         print(f"run_gpu: {sys.executable} has no {', '.join(absent)}, which every step needs")
@@ -233,26 +241,10 @@ def main(argv: list[str] | None = None) -> int:
     if not args.rehearse and "gpu" not in machine():
         print("run_gpu: torch sees no GPU here; --rehearse walks the steps on the CPU")
         return 2
-    folder.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    ran = {one.step for one in results if one.status in BEGUN and not args.only}
-    left = [step for step in steps if step.name not in ran]
     report = go(left, folder.resolve(), args.minutes, args.rehearse, results)
     print(f"results: {folder}/results.json, results.md and results.tar.gz")
     return int(any(one.status in ("failed", "timed out") for one in report.results))
-
-
-def fitting(steps: Sequence[Step], minutes: float) -> None:
-    """Print the steps in their order: seconds, what each tells, and why one will not run; on a
-    machine without GPUs as on one with a single one.
-    """
-    num_gpus = max(1, machine().get("gpus", 1))
-    chosen, _ = plan([step for step in steps if not lacking(step, num_gpus)], minutes)
-    for step in steps:
-        absent = lacking(step, num_gpus)
-        note = "" if step in chosen else "  does not fit"
-        note = f"  {absent}" if absent else note
-        print(f"{step.expected_s:5.0f} s  {step.name}: {step.tells}{note}")
 
 
 if __name__ == "__main__":

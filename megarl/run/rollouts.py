@@ -37,7 +37,7 @@ from megarl.settings.rl import with_hidden
 from megarl.system.console import say
 from megarl.system.placement import RankPlace, own_seats, shared_seats
 from megarl.system.process_env import engine_environment, own_cluster_token
-from megarl.system.spans import Recording
+from megarl.system.spans import Recording, activity
 from megarl.trainer.attention import layer_windows
 from megarl.trainer.context import RunInputs
 from megarl.trainer.experts import num_experts
@@ -88,7 +88,8 @@ class Generation:
 
     def _ask_engines(self, doing: str, call: Callable[..., None]) -> None:
         timeout_s = self.config.weight_sync.timeout_s
-        failure = on_first(lambda: call(self.engines, timeout_s=timeout_s), self.mesh.world)
+        with activity(doing, kind="wait", of="engines", deadline_s=timeout_s):
+            failure = on_first(lambda: call(self.engines, timeout_s=timeout_s), self.mesh.world)
         if failure:
             raise RuntimeError(f"{doing} failed: {failure}")
 

@@ -78,8 +78,8 @@ def test_bytes_are_the_planned_ones(layout: str, engines: int, tensor: int) -> N
     ("--layout data,2,pipeline,2", "the layout is 'data 2 pipeline 2'; set one such as"),
     ("--engines 2", "need --layout"),
     ("--rounds 0", "1 or more"),
-    ("--device cuda --engines 2", "one trainer rank and one reader"),
-    ("--device cuda --layout data,2", "one trainer rank and one reader"),
+    ("--device cuda --engines 2", "one trainer rank and one reader or engine"),
+    ("--device cuda --layout data,2", "one trainer rank and one reader or engine"),
 ])  # fmt: skip
 def test_what_it_cannot_do(arguments: str, said: str) -> None:
     done = start("--shape", "tiny", *(word.replace(",", " ") for word in arguments.split()))

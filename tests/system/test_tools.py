@@ -253,3 +253,29 @@ def test_bench_overhead() -> None:
     names = ("step_s", "generation_s", "training_s", "side_by_side_s")
     assert all(one[name] > 0 for name in names)
     assert one["bound_s"] == max(one["generation_s"], one["training_s"])
+
+
+@pytest.mark.nightly
+def test_bench_trainer() -> None:
+    found = run(
+        "trainer --size tiny --tokens 128 --steps 1 --cases rl:64,rl:256,sft:64:kept,lora:64"
+    )
+    rows = {row["case"]: row for row in found["rows"]}
+    assert list(rows) == ["rl:64:model", "rl:256:model", "sft:64:kept", "lora:64:model"]
+    # Tied words of 64 channels; 4 query heads and 2 key heads of 32; two layers.
+    weights = 512 * 64 + 64 + 2 * (64 * 32 * (4 + 2 + 2 + 4) + 3 * 64 * 128 + 2 * 64 + 2 * 32)
+    for name, row in rows.items():
+        tokens, kind = int(name.split(":")[1]), 4 if name.startswith("lora") else 6
+        flop = kind * weights + 6 * 2 * 4 * 32 * tokens
+        assert row["parameters"] == weights and len(row["longest"]) == 12
+        assert row["mfu"] == pytest.approx(row["tokens_per_s"]["median"] * flop / 989e12)
+    assert "--cases" in refused("trainer --cases rl:16:nothing")
+
+
+@pytest.mark.nightly
+def test_bench_grpo_step() -> None:
+    found = run("grpo_step --size tiny --prompts 2 --samples 2 --response 8 --steps 1")
+    parts = {name: row["median"] for name, row in found["parts"].items()}
+    assert parts.pop("step") == pytest.approx(sum(parts.values()))
+    assert min(parts.pop("rest"), *parts.values()) > 0 and len(parts) == 6
+    assert [row["tokens/trained"] for row in found["metrics"]] == [32.0]

@@ -10,9 +10,7 @@ import signal
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import gpu_steps
@@ -22,14 +20,6 @@ import run_gpu
 from gpu_results import KEPT_BYTES, earlier
 from gpu_steps import STEPS, Step, fits, plan
 from support.commands import ROOT, python, until
-
-
-@pytest.fixture(autouse=True, scope="module")
-def asks_once() -> Iterator[None]:
-    """Each question about the machine is a process that imports torch."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_gpu, "machine", cache(run_gpu.machine))
-        yield
 
 
 def step(name: str, expected_s: float = 1.0, code: str = "", **settings: object) -> Step:
@@ -50,6 +40,32 @@ def test_what_does_not_fit_is_passed_over_and_what_is_shorter_still_runs() -> No
     assert [one.name for one in chosen] == ["a", "c"] and [one.name for one in rest] == ["b", "d"]
     assert fits(steps, 45.0) is steps[1] and fits(steps, 1.9) is None
     assert plan(steps, minutes=10) == (steps, [])
+
+
+TWELVE = (
+    *("a compiled engine", "bench: publishing to an engine", "quick start", "SmolLM2"),
+    *("bench: trainer", "bench: attention", "bench: log-probs", "bench: a step of GRPO"),
+)
+"""What twelve minutes are for, in this order."""
+
+
+def test_twelve_minutes_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_steps, "missing", lambda step: [])
+    steps = [replace(one, path="") for one in STEPS]
+    *lines, total = gpu_steps.planned(steps, 12, 1)
+    chosen = [line for line in lines if not line.endswith("]")]
+    assert [line[9:].split(": ")[0] for line in chosen[: len(TWELVE)]] == [
+        name.split(": ")[0] for name in TWELVE
+    ]
+    seconds = sum(float(line.split()[0]) for line in chosen)
+    assert seconds <= 720 and total.startswith(f"{seconds:5.0f} s  expected for {len(chosen)} ")
+    notes = [line.rpartition("  [")[2] for line in lines if line.endswith("]")]
+    assert {"needs 2 GPUs; here: 1]", "does not fit in 12 minutes]"} <= set(notes)
+
+
+def test_a_step_without_its_file_is_skipped(tmp_path: Path) -> None:
+    assert gpu_steps.lacking(step("a", path=str(tmp_path)), 1) == ""
+    assert gpu_steps.lacking(step("a", path="~/no/such"), 1) == "there is no ~/no/such"
 
 
 def test_the_steps_are_whole() -> None:
@@ -259,6 +275,7 @@ def test_an_unknown_step_is_refused_and_the_list_starts_nothing(tmp_path: Path) 
     done = python(*command, "--only", "nothing")
     assert done.returncode == 2 and "names no step" in done.stderr
     done = python(*command, "--list")
-    assert done.returncode == 0 and len(done.stdout.splitlines()) == len(STEPS)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and len(lines) == len(STEPS) + 1
     assert "does not fit" not in done.stdout, "all fit into the minutes given by default"
     assert not (tmp_path / "out").exists()

@@ -335,18 +335,32 @@ def qwen2(
     }
 
 
+def qwen3(*sizes: int, width: int) -> dict[str, Any]:
+    """The config.json of a Qwen3; `sizes` as those of `qwen2`, `width`: of a head."""
+    names = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+    more = {"head_dim": width, "tie_word_embeddings": True, "max_position_embeddings": 131072}
+    return qwen2(*sizes, **more) | names
+
+
+QWEN3 = {
+    "0.6b": qwen3(151936, 1024, 3072, 28, 16, 8, width=128),
+    "tiny": qwen3(512, 64, 128, 2, 4, 2, width=32),
+}
+"""{size: config.json}; the first is that of Qwen3-0.6B."""
+
+
 def write_config(folder: str | Path, config: dict[str, Any]) -> str:
     """Write a config.json into `folder`; returns the folder's path."""
     Path(folder, "config.json").write_text(json.dumps(config))
     return str(folder)
 
 
-def engine_arguments(**more: Any) -> dict[str, Any]:
-    """Arguments of an engine of megarl of one thread on the CPU, which ends a response at no token.
+def engine_arguments(*, on_cpu: bool = True, **more: Any) -> dict[str, Any]:
+    """Arguments of an engine of megarl, `on_cpu` of one thread, which ends a response at no token.
     `more`: others, or in their place.
     """
     from megarl.system.process_env import engine_environment
 
-    environment = engine_environment(on_cpu=True, num_threads=1, kv_cache_gib=1)
+    environment = engine_environment(on_cpu=on_cpu, num_threads=1, kv_cache_gib=1)
     plain = {"number": 0, "stop_token_ids": [], "trust_remote_code": False, "seed": 0}
     return {**plain, **more, "environment": environment | more.get("environment", {})}

@@ -49,7 +49,9 @@ def ready(deadline_s: float, *, threads: int = 1, checks_memory: bool = False) -
     import torch
 
     from megarl.parallel.mesh import finalise, initialise
+    from megarl.system.process_env import prepare_environment
 
+    prepare_environment(threads)  # DeepSpeed's built operators are found, as in a run
     torch.set_num_threads(threads)
     device = initialise(timeout_s=deadline_s)
     if checks_memory and device.type == "cpu":

@@ -1,7 +1,7 @@
 """A training step with every prompt computed once for its group, against one that repeats it.
 
     python tools/bench/prefix.py [--cases 512:8x64,256:8x128,64:8x64] [--groups 8] [--rounds 3]
-        [--steps 3] [--threads 2] [--size tiny] [--device cpu] [--profile] [--json]
+        [--steps 3] [--threads 2] [--size tiny] [--device cpu] [--json]
 
 A case is `prompt tokens : samples of a group x response tokens`. A step is `--groups` groups of
 random tokens: advantages, packing, forward and backward passes and one AdamW step of the policy
@@ -15,9 +15,6 @@ samples, in turns, in one process; the first step of each is not counted.
     tokens       tokens that pass through the layers
     memory       peak of a step above what is there before it, over the same of repeated prompts
     difference   of the loss of the first step
-
-With `--profile` nothing is compared: the table says where the time of one step with shared prompts
-goes, on the CPU (step_profile.py).
 
 The weights are random. `--size tiny` is the model of e2e.py with 2.4 million parameters, whose
 steps a GPU spends on starting kernels; `--size 0.5b` has 0.5 billion.
@@ -56,7 +53,6 @@ OPTIONS = {
     "--threads": (2, "torch threads, on the CPU"),
     "--tokens": (8192, "most tokens of a micro-batch"),
     "--size": ("tiny", "of the model", tuple(SIZES)),
-    "--profile": (False, "the parts of a step with shared prompts"),
     "--device": ("cpu", "where to train", ("cpu", "cuda")),
 }
 
@@ -86,28 +82,16 @@ def groups_of(shape: tuple[int, int, int], count: int, step: int, vocabulary: in
 
 
 class Trainer:
-    """The policy with one way to pack, which trains a step at a time."""
+    """A policy, which trains a step at a time."""
 
-    def __init__(self, way: str, args: Args, mesh: Any, device: Any, model: str):
+    def __init__(self, role: Any) -> None:
         from megarl.settings.objectives import AlgorithmConfig
-        from megarl.settings.training import OptimizerConfig
         from megarl.trainer.policy import PolicyGradient
         from megarl.trainer.prefixes import must_save
 
-        on_gpu = args.device == "cuda"
-        self.role = make_role(
-            model,
-            mesh,
-            device,
-            share_prefix=WAYS[way],
-            micro_batch_tokens=args.tokens,
-            num_threads=args.threads,
-            precision="bfloat16" if on_gpu else "float32",
-            zero_stage=1 if on_gpu else 0,
-            optimizer=OptimizerConfig(learning_rate=1e-6),
-        )
-        self.learner = PolicyGradient(self.role, AlgorithmConfig(), temperature=1.0)
-        self.budget, self.saves = args.tokens, must_save(WAYS[way])
+        self.role, self.budget = role, role.training.micro_batch_tokens
+        self.learner = PolicyGradient(role, AlgorithmConfig(), temperature=1.0)
+        self.saves = must_save(role.training.share_prefix)
 
     def step(self, groups: list[Any]) -> dict[str, float]:
         """One step; its metrics."""
@@ -142,16 +126,25 @@ def measure(args: Args) -> dict[str, Any]:
     """Every case in turn, with both ways in turns."""
     from megarl.parallel.layout import Layout
     from megarl.parallel.mesh import ProcessMesh
+    from megarl.settings.training import OptimizerConfig
 
+    settings = {
+        "micro_batch_tokens": args.tokens,
+        "num_threads": args.threads,
+        "precision": "bfloat16" if args.device == "cuda" else "float32",
+        "zero_stage": int(args.device == "cuda"),
+        "optimizer": OptimizerConfig(learning_rate=1e-6),
+    }
     with ExitStack() as stack:
         device = stack.enter_context(ready(600, threads=args.threads))
         mesh = stack.enter_context(ProcessMesh(Layout(), timeout_s=600))
         model = write_config(args.work, SIZES[args.size])
-        ways = ["shared"] if args.profile else list(WAYS)
-        trainers = {way: Trainer(way, args, mesh, device, model) for way in ways}
-        run_case = _profile if args.profile else _compare
+        trainers = {
+            way: Trainer(make_role(model, mesh, device, share_prefix=share, **settings))
+            for way, share in WAYS.items()
+        }
         cases = [
-            {"case": "{}:{}x{}".format(*shape), **run_case(shape, args, trainers, device)}
+            {"case": "{}:{}x{}".format(*shape), **_compare(shape, args, trainers, device)}
             for shape in args.cases
         ]
     return {"cases": cases}
@@ -194,37 +187,8 @@ def _compare(
     }
 
 
-def _profile(
-    shape: tuple[int, int, int], args: Args, trainers: dict[str, Trainer], _: Any
-) -> dict[str, Any]:
-    """The parts of a step; see `step_profile`."""
-    import step_profile
-
-    from megarl.rollout import batch
-
-    trainer, vocabulary = trainers["shared"], SIZES[args.size]["vocab_size"]
-    first, groups = (groups_of(shape, args.groups, step, vocabulary) for step in range(2))
-    functions = [
-        (trainer.role.engine, "step", "optimizer, clipping"),
-        (trainer.role, "pack_step", "packing"),
-        (batch, "shares", "packing"),
-        (trainer.learner, "prepare", "loss"),
-        (trainer.learner, "_loss", "loss"),
-    ]
-    trainer.step(first)
-    model = trainer.role.engine.module
-    return step_profile.profile_of(partial(trainer.step, groups), model, functions)
-
-
 def show(result: dict[str, Any]) -> Lines:
     """Lines of a table."""
-    import step_profile
-
-    if result["task"]["profile"]:
-        for one in result["cases"]:
-            yield f"{one['case']}:"
-            yield from step_profile.show(one)
-        return
     columns = (
         "case; repeated s=seconds.repeated .3f; shared s=seconds.shared .3f;"
         " speed-up=speed_up .2f; bound .2f; tokens repeated=tokens.repeated ,.0f;"

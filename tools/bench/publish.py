@@ -3,10 +3,11 @@ seconds, bytes, memory.
 
     python tools/bench/publish.py [--json] [--rounds 5] [--bucket-mib 4,16,64,256]
     python tools/bench/publish.py --layout "data 2 tensor 1 zero 3" --engines 1 [--with-engine]
-    python tools/bench/publish.py --device cuda --shape 7b            # colocated, on one GPU
+    python tools/bench/publish.py --device cuda --shape 0.6b,7b [--with-engine]     # on one GPU
 
-With --device cuda a trainer rank and a reader share one GPU, as a colocated engine does, and
-weights take `cuda_ipc` and `shared_memory`; no run on a GPU yet.
+With --device cuda a trainer rank and a reader, or with --with-engine a vLLM engine in its place,
+share one GPU, as a colocated engine does, and weights take `cuda_ipc`, to readers `shared_memory`
+too; no run on a GPU yet.
 
 Without --layout, four cases. Each is one launch: trainer ranks under gloo and a process for each
 engine rank, all with one thread, which publish through `Publisher`, shared memory, digests and
@@ -38,12 +39,13 @@ shared memory, which count in every process that sees them.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from typing import Any
 
 import torch
-from common import Args, Lines, cell, qwen2, run_tool, spread, table, write_config
+from common import QWEN3, Args, Lines, cell, progress, qwen2, run_tool, spread, table, write_config
 from launch_ranks import launch
 from publish_ranks import THROUGH, work
 from reshard_plan import parse_degrees
@@ -59,6 +61,7 @@ CASES = [
 """(training layout, engines, tensor ranks of each) that are measured by default."""
 SHAPES = {
     "0.5b": qwen2(151936, 1024, 4096, 24, 16, 8, tie_word_embeddings=True),
+    "0.6b": QWEN3["0.6b"],
     "7b": qwen2(152064, 3584, 18944, 28, 28, 4),  # that of Qwen2.5-7B
     "tiny": qwen2(8192, 128, 256, 2, 16, 8, tie_word_embeddings=True),
 }
@@ -66,7 +69,7 @@ SHAPES = {
 
 OPTIONS = {
     "--rounds": (5, "timed rounds"),
-    "--shape": ("0.5b", "of a Qwen2 with random weights: 533 M, 7.6 B, few", tuple(SHAPES)),
+    "--shape": (["0.5b"], "of random weights: 533 M, 596 M, 7.6 B, few", tuple(SHAPES)),
     "--device": ("cpu", "cuda: one trainer rank and one reader on one GPU", ("cpu", "cuda")),
     "--layout": (str, 'the trainer\'s, as "data 2 tensor 1 zero 3"; default: four cases'),
     "--engines": (1, "with --layout"),
@@ -86,7 +89,7 @@ def turns_of(args: Args, trainers: int, *, with_engine: bool) -> list[dict[str, 
     ]
     made: list[Any] = [{"way": "memcpy", "processes": count} for count in sorted({1, trainers})]
     if with_engine:
-        return [*made, {"way": "engine"} | ways[0]]
+        return [*made, {"way": "engine"} | ways[-1]]
     made += [{"way": way} | one for way in ("publish", "publish + copy") for one in ways]
     if on_gpu:  # where nothing but small objects goes through gloo
         return made
@@ -98,29 +101,34 @@ def measure(args: Args) -> dict[str, Any]:
     if args.device == "cuda":
         args.layout = args.layout or CASES[0][0]
         size = parse_degrees(args.layout).layout.size
-        if max(size, args.engines, args.engine_tensor) > 1 or args.with_engine:
-            raise ValueError("--device cuda has one trainer rank and one reader")
+        if max(size, args.engines, args.engine_tensor) > 1:
+            raise ValueError("--device cuda has one trainer rank and one reader or engine")
         if not torch.cuda.is_available():
             raise ValueError("--device cuda needs a GPU, and torch sees none")
     if not args.layout and (args.engines, args.engine_tensor) != (1, 1):
         raise ValueError("--engines and --engine-tensor need --layout")
-    made, no_gpu = [], {"CUDA_VISIBLE_DEVICES": ""} if args.device == "cpu" else {}
-    task = {"model": write_config(args.work, SHAPES[args.shape]), **vars(args)}
+    on_cpu = args.device == "cpu"
+    made, no_gpu = [], {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
+    kinds = (False, True) if args.with_engine and on_cpu else (args.with_engine,)
     asked = [(args.layout, args.engines, args.engine_tensor)] if args.layout else CASES
-    for text, engines, tensor in asked:
+    for shape, one, with_engine in itertools.product(args.shape, asked, kinds):
+        text, engines, tensor = one
+        model = write_config(args.work, SHAPES[shape])
         layout, stage = parse_degrees(text)
         degrees = {"zero": stage, **{name: getattr(layout, name) for name in layout.AXES}}
-        for with_engine in (False, True) if args.with_engine else (False,):
-            case = {"engines": engines, "engine_tensor": tensor, "with_engine": with_engine}
-            turns = turns_of(args, layout.size, with_engine=with_engine)
-            num_ranks = layout.size + engines * (1 if with_engine else tensor)
-            own = task | degrees | case | {"turns": turns}
-            on_cpu = args.device == "cpu"  # here, so that each rank finds it in the cache
-            recorded_table(task["model"], SHAPES[args.shape], tensor, on_cpu=on_cpu)
-            ranks = launch(__file__, own, num_ranks, **no_gpu)
-            sizes = {name: ranks[0][name] for name in ("parameters", "engine_bytes")}
-            rows = rows_of(turns, ranks)
-            made.append({"layout": text, **case, **sizes, "ranks": num_ranks, "rows": rows})
+        case = {"engines": engines, "engine_tensor": tensor, "with_engine": with_engine}
+        turns = turns_of(args, layout.size, with_engine=with_engine)
+        num_ranks = layout.size + engines * (1 if with_engine else tensor)
+        own = vars(args) | {"model": model, "turns": turns} | degrees | case
+        # Here, so that each rank finds it in the cache.
+        recorded_table(model, SHAPES[shape], tensor, on_cpu=on_cpu)
+        ranks = launch(__file__, own, num_ranks, **no_gpu)
+        sizes = {name: ranks[0][name] for name in ("parameters", "engine_bytes")}
+        rows = rows_of(turns, ranks)
+        made.append(
+            {"layout": text, "shape": shape, **case, **sizes, "ranks": num_ranks, "rows": rows}
+        )
+        progress(made[-1])  # a run that is cut off leaves it in its log
     return {"cases": made}
 
 

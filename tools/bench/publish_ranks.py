@@ -419,8 +419,17 @@ class RealEngine:
             os.environ.pop(name)
         task = case.task
         self.case, self.is_connected, self.number = case, False, case.wire.rank - 1
-        config = EngineConfig(tensor=task["engine_tensor"], dtype="bfloat16")
-        arguments = engine_arguments(model=task["model"], config=config, max_tokens=64)
+        on_cpu = task["device"] == "cpu"
+        # On a GPU beside the trainer's weights, and eager, which starts sooner.
+        config = EngineConfig(
+            tensor=task["engine_tensor"],
+            dtype="bfloat16",
+            gpu_memory_utilization=0.35,
+            compile=False,
+        )
+        arguments = engine_arguments(
+            on_cpu=on_cpu, model=task["model"], config=config, max_tokens=64
+        )
         self.engine = Engine(**arguments | {"number": self.number})
         self.loop = asyncio.new_event_loop()
         self.loop.run_until_complete(self.engine.start())
