@@ -16,6 +16,8 @@ NOT YET RUN ON A GPU. Through `scaled_dot_product_attention`, cuDNN 9.19 has run
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
@@ -44,6 +46,7 @@ def cudnn_needs(width: int, capability: tuple[int, int]) -> dict[str, bool]:
     }
 
 
+@functools.cache
 def keeps_plans() -> bool:
     """Whether torch keeps cuDNN's plans of cumulative lengths: since #191576 (see above)."""
     arguments = torch.ops.aten._cudnn_attention_forward.default._schema.arguments
@@ -117,19 +120,12 @@ class CudnnOperator(FlashOperator):
         return out, lse.reshape(q.shape[:3])
 
     def kernel_backward(
-        self,
-        grad_out: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        causal: bool,
-        scale: float,
+        self, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor, causal: bool, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        _, q, k, *_ = tensors
         unused = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout state
         return torch.ops.aten._cudnn_attention_backward.default(
-            *(grad_out, q, k, v, out, lse.contiguous()[..., None], unused, unused),
+            *(*tensors, lse.contiguous()[..., None], unused, unused),
             *(None, None, None, q.shape[2], k.shape[2], 0.0, causal),
             scale=scale,
         )

@@ -97,21 +97,13 @@ class FlashOperator:
         _check(self, q, k, causal, cap)
         if not self.takes(q, k, mask):
             return dense_backward(grad_out, q, k, v, out, lse, causal, mask, scale)
-        return self.kernel_backward(grad_out, q, k, v, out, lse, causal, scale)
+        return self.kernel_backward((grad_out, q, k, v, out), lse, causal, scale)
 
     def kernel_backward(
-        self,
-        grad_out: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        causal: bool,
-        scale: float,
+        self, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor, causal: bool, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As `backward`, without a mask."""
-        rows = (x.transpose(1, 2) for x in (grad_out, q, k, v, out))
+        """As `backward`, of (grad_out, q, k, v, out) without a mask."""
+        rows, (_, q, k, *_) = (x.transpose(1, 2) for x in tensors), tensors
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # dropout state
         # The kernel reads lse through a raw pointer without checking that it is contiguous.
         gradients = torch.ops.aten._flash_attention_backward.default(

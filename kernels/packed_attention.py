@@ -36,6 +36,8 @@ from megarl.kernels.packed_varlen import (
 )
 
 PackedBackend = Literal["auto", "torch", "flash_attn", "cudnn", "reference"]
+Contender = Literal["cudnn", "flash_attn"]
+"""What `auto` takes if it can."""
 
 BUCKET_SLACK = 1.25
 """The longest document of a batch is at most this many times the shortest, or 4 tokens longer."""
@@ -122,7 +124,8 @@ def packed_attention(
     function = varlen_kernel(backend, q.dtype, q.device, q.shape[2])
     if function is None:
         return _batched(q, k, v, documents, scale)
-    prove_varlen(function, q.shape[1], k.shape[1], q.shape[2], q.dtype, q.device)
+    for lengths in TRIED_ROWS:
+        prove_varlen(function, lengths, q.shape[1], k.shape[1], q.shape[2], q.dtype, q.device)
     return function(q, k, v, documents.starts, documents.longest, scale)
 
 
@@ -148,7 +151,9 @@ def varlen_kernel(
 def automatic_attention(
     dtype: torch.dtype, device: torch.device, width: int = TRIED_WIDTH
 ) -> tuple[PackedBackend, str]:
-    """(what `auto` means here for heads of this width, why). The first call compares kernels."""
+    """(what `auto` means here for heads of this width, why). The first call compares kernels, from
+    the fastest on, until one is right.
+    """
     capability = _capability(device)
     shown = f"compute capability {capability[0]}.{capability[1]}"
     if device.type != "cuda":
@@ -158,10 +163,11 @@ def automatic_attention(
         return "torch", f"{name}, and FlashAttention-4 takes 16 bit, as cuDNN does"
     if capability[0] not in CAPABILITIES:
         return "torch", f"{shown}, for which FlashAttention-4 is not made, and cuDNN not tried"
-    names = {"cudnn": "cuDNN", "flash_attn": "FlashAttention-4"}
+    names: dict[Contender, str] = {"cudnn": "cuDNN", "flash_attn": "FlashAttention-4"}
+    if not keeps_plans():
+        names = {"flash_attn": "FlashAttention-4", "cudnn": "cuDNN for rows of one document"}
     faults: list[str] = []
-    # The fastest first. Without plans, cuDNN leaves rows of several documents to torch.
-    for backend in ("cudnn", "flash_attn") if keeps_plans() else ("flash_attn", "cudnn"):
+    for backend in names:
         fault = varlen_fault(backend, dtype, device, width)
         if not fault:
             return backend, "; ".join((f"{names[backend]}, {shown}", *faults))
@@ -170,7 +176,7 @@ def automatic_attention(
 
 
 def varlen_fault(
-    backend: Literal["cudnn", "flash_attn"],
+    backend: Contender,
     dtype: torch.dtype,
     device: torch.device,
     width: int = TRIED_WIDTH,
@@ -189,7 +195,8 @@ def varlen_fault(
     try:
         function = varlen_kernel(backend, dtype, device)
         assert function is not None
-        prove_varlen(function, *TRIED_HEADS, width, dtype, device)
+        for lengths in TRIED_ROWS:
+            prove_varlen(function, lengths, *TRIED_HEADS, width, dtype, device)
     except Exception as error:  # whatever a package, or its compiler, raises
         if backend == "flash_attn":
             restore_flash_attention_impl(False)
@@ -218,22 +225,6 @@ def packed_reference(
 @functools.cache
 def prove_varlen(
     function: Varlen,
-    query_heads: int,
-    kv_heads: int,
-    width: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    """Compare output and gradients of a kernel with the reference in float64, once for these
-    arguments. Raises `RuntimeError` if they differ by more than rounding. A checkpointed layer
-    would take its backward pass for its own: call it outside of one.
-    """
-    for lengths in TRIED_ROWS:
-        _prove_row(function, lengths, query_heads, kv_heads, width, dtype, device)
-
-
-def _prove_row(
-    function: Varlen,
     lengths: tuple[int, ...],
     query_heads: int,
     kv_heads: int,
@@ -241,7 +232,10 @@ def _prove_row(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """That comparison for a row of documents of these `lengths`."""
+    """Compare output and gradients of a kernel with the reference in float64, once for these
+    arguments, on documents of these `lengths`. Raises `RuntimeError` if they differ by more than
+    rounding. A checkpointed layer would take its backward pass for its own: call it outside of one.
+    """
     draw = torch.Generator().manual_seed(0)
     starts = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(device, torch.int32)
     counts = (query_heads, kv_heads, kv_heads, query_heads)

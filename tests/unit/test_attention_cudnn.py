@@ -333,7 +333,8 @@ FA4 = "FlashAttention-4"
 @pytest.mark.parametrize(("there", "width", "wanted", "said"), [
     ({}, 128, "cudnn", "cuDNN, compute capability 9.0"),
     ({"capability": (10, 0), "installed": "right"}, 64, "cudnn", "cuDNN, compute capability 10.0"),
-    ({"keeps": False}, 128, "cudnn", f"cuDNN, compute capability 9.0; {FA4} is not installed"),
+    ({"keeps": False}, 128, "cudnn",
+     f"cuDNN for rows of one document, compute capability 9.0; {FA4} is not installed"),
     ({"keeps": False, "installed": "right"}, 128, "flash_attn", f"{FA4}, compute capability 9.0"),
     ({"version": 90100, "installed": "right"}, 128, "flash_attn",
      f"{FA4}, compute capability 9.0; cuDNN needs cuDNN 9.18 (91800), for variable lengths (here"
@@ -371,10 +372,11 @@ def test_auto_falls_back_from_a_wrong_kernel(
     cudnn.factor = factor
     chosen, why = automatic_attention(torch.bfloat16, gpu(keeps=keeps, installed=installed))
     assert chosen == wanted
-    fault = "is installed, and fails: RuntimeError: the attention kernel of megarl.kernels.attention_cudnn"
-    assert (f"cuDNN {fault}.cudnn_varlen is wrong here" in why) == (keeps or wanted == "torch")
+    fault = "RuntimeError: the attention kernel of megarl.kernels.attention_cudnn.cudnn_varlen"
+    assert (f"fails: {fault} is wrong here" in why) == (keeps or wanted == "torch")
+    given = ((130,), 4, 2, 64, torch.bfloat16, torch.device("cpu"))
     with pytest.raises(RuntimeError, match=r"is wrong here.*set training.attention to 'torch'"):
-        prove_varlen(*(attention_cudnn.cudnn_varlen, 4, 2, 64, torch.bfloat16, torch.device("cpu")))
+        prove_varlen(attention_cudnn.cudnn_varlen, *given)
 
 
 @pytest.mark.parametrize(("version", "width", "said"), [
