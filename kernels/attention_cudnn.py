@@ -70,8 +70,8 @@ def cudnn_varlen(
     if rows > total:
         q, k, v = (F.pad(x, (0, 0, 0, 0, 0, rows - total)) for x in (q, k, v))
     if one:  # what pads it comes after all its tokens
-        batch = (x.transpose(0, 1)[None] for x in (q, k, v))
-        return _forward(*batch, None, rows, rows, True, scale)[0][0].transpose(0, 1)[:total]
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return _forward(q, k, v, None, rows, rows, True, scale)[0][0].transpose(0, 1)[:total]
     # More documents pad it, which are not empty: before 9.25 cuDNN returns NaN for empty ones.
     more = torch.arange(total + 1, total + padding, dtype=starts.dtype, device=starts.device)
     bounds = F.pad(torch.cat((starts, more)), (0, 1), value=rows)
