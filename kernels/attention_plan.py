@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megarl.kernels.attention_cudnn import CudnnBlock
 from megarl.kernels.block import Block, Positions
 from megarl.kernels.block_cpu import CpuBlock
 from megarl.kernels.block_flash import FlashBlock
@@ -29,6 +30,7 @@ BLOCKS: dict[str, Callable[[], Block]] = {
     "cpu": CpuBlock,
     "triton": _triton,
     "flash": FlashBlock,
+    "cudnn": CudnnBlock,
 }
 """{name: function that makes the block attention kernel}"""
 

@@ -21,21 +21,24 @@ WIDEST = 256
 """Largest head width that torch's kernel takes."""
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, causal: bool, cap: float | None) -> None:
+def _check(
+    operator: FlashOperator, q: torch.Tensor, k: torch.Tensor, causal: bool, cap: float | None
+) -> None:
+    name, widest = operator.name, operator.widest
     if cap is not None:
         raise ValueError(
-            f"the flash block computes no soft cap of scores ({cap:g}); set"
+            f"the {name} block computes no soft cap of scores ({cap:g}); set"
             " training.sequence.block to triton"
         )
     assert not causal or q.shape[2] == k.shape[2], "the alignment of a causal piece must not matter"
     if q.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(
-            f"the flash block takes float16 or bfloat16, got {q.dtype}; the block named triton"
+            f"the {name} block takes float16 or bfloat16, got {q.dtype}; the block named triton"
             " takes float32"
         )
-    if q.shape[3] % 8 or q.shape[3] > WIDEST:
+    if q.shape[3] % 8 or q.shape[3] > widest:
         raise ValueError(
-            f"the flash block takes head widths that are multiples of 8 up to {WIDEST}, got"
+            f"the {name} block takes head widths that are multiples of 8 up to {widest}, got"
             f" {q.shape[3]}; the block named triton takes others"
         )
 
@@ -45,8 +48,13 @@ class FlashOperator:
     dtypes than 16 bit, and head widths that are no multiple of 8 or above 256.
     """
 
+    name, widest = "flash", WIDEST
     upcasts = False
     masks_are_cheap = False
+
+    def takes(self, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None) -> bool:
+        """Whether the kernel computes this piece; matrix products do otherwise."""
+        return mask is None
 
     def forward(
         self,
@@ -58,9 +66,15 @@ class FlashOperator:
         scale: float,
         cap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        _check(q, k, causal, cap)
-        if mask is not None:
+        _check(self, q, k, causal, cap)
+        if not self.takes(q, k, mask):
             return dense_forward(q, k, v, causal, mask, scale)
+        return self.kernel(q, k, v, causal, scale)
+
+    def kernel(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `forward`, without a mask."""
         rows = (x.transpose(1, 2) for x in (q, k, v))
         out, lse, *_ = torch.ops.aten._flash_attention_forward.default(
             *rows, None, None, q.shape[2], k.shape[2], 0.0, causal, False, scale=scale
@@ -80,10 +94,16 @@ class FlashOperator:
         scale: float,
         cap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        _check(q, k, causal, cap)
-        if mask is not None:
+        _check(self, q, k, causal, cap)
+        if not self.takes(q, k, mask):
             return dense_backward(grad_out, q, k, v, out, lse, causal, mask, scale)
-        rows = (x.transpose(1, 2) for x in (grad_out, q, k, v, out))
+        return self.kernel_backward((grad_out, q, k, v, out), lse, causal, scale)
+
+    def kernel_backward(
+        self, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor, causal: bool, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As `backward`, of (grad_out, q, k, v, out) without a mask."""
+        rows, (_, q, k, *_) = (x.transpose(1, 2) for x in tensors), tensors
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # dropout state
         # The kernel reads lse through a raw pointer without checking that it is contiguous.
         gradients = torch.ops.aten._flash_attention_backward.default(

@@ -7,8 +7,9 @@
 * torch: variable-length flash attention (CUDA, 16 bit), elsewhere batches of documents of similar
   length through `scaled_dot_product_attention`.
 * flash_attn: the package flash-attn (CUDA, 16 bit; `megarl.kernels.packed_varlen`).
-* auto: flash_attn where FlashAttention-4 supports the GPU and computes what the reference does, in
-  16 bit; else torch.
+* cudnn: cuDNN (CUDA, 16 bit; `megarl.kernels.attention_cudnn`).
+* auto: in 16 bit the first of cudnn, FlashAttention-4 and torch that supports the GPU and computes
+  what the reference does.
 * reference: matrix products, in memory that grows with the square of the longest document.
 
 Kernels of variable length are compared with the reference in float64 before their first use.
@@ -25,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megarl.kernels.attention_cudnn import cudnn_needs, cudnn_varlen, keeps_plans
 from megarl.kernels.packed_varlen import (
     CAPABILITIES,
     Varlen,
@@ -33,7 +35,9 @@ from megarl.kernels.packed_varlen import (
     varlen_function,
 )
 
-PackedBackend = Literal["auto", "torch", "flash_attn", "reference"]
+PackedBackend = Literal["auto", "torch", "flash_attn", "cudnn", "reference"]
+Contender = Literal["cudnn", "flash_attn"]
+"""What `auto` takes if it can."""
 
 BUCKET_SLACK = 1.25
 """The longest document of a batch is at most this many times the shortest, or 4 tokens longer."""
@@ -41,10 +45,12 @@ BUCKET_SLACK = 1.25
 ALIGNED = 8
 """Torch's memory-efficient kernel takes multiples of this head width."""
 
-TRIED_LENGTHS = (1, 7, 130)
-"""Tokens of the documents on which kernels are compared with the reference."""
-TRIED_HEADS = (8, 2, 128)
-"""Query heads, KV heads and head width on which FlashAttention-4 is compared for `auto`."""
+TRIED_ROWS = ((1, 7, 130), (130,))
+"""Tokens of the documents of each row on which kernels are compared with the reference."""
+TRIED_HEADS = (8, 2)
+"""Query heads and KV heads with which kernels are compared for `auto`."""
+TRIED_WIDTH = 128
+"""Head width of that comparison where the model's is not known."""
 TRIED_ROUNDINGS = 8
 """Largest error in that comparison, in roundings (eps of the dtype times the largest value). A
 right kernel is within two; a wrong scale, mask or head is off by many times this.
@@ -58,7 +64,9 @@ class Documents:
     """
 
     starts: torch.Tensor
-    """[D + 1] int32 on the sequence's device: first token of each document, then the length T."""
+    """[D + 1] int32 on the sequence's device: first token of each document, then the length T; no
+    document is empty.
+    """
     longest: int
     """Tokens of the longest document."""
     batches: list[torch.Tensor]
@@ -70,11 +78,9 @@ class Documents:
 
     @staticmethod
     def of(starts: torch.Tensor) -> Documents:
+        starts = starts.unique_consecutive()  # without empty documents
         edges = starts.tolist()
-        spans = sorted(
-            ((a, b) for a, b in zip(edges[:-1], edges[1:], strict=True) if b > a),
-            key=lambda span: span[1] - span[0],
-        )
+        spans = sorted(zip(edges[:-1], edges[1:], strict=True), key=lambda span: span[1] - span[0])
         buckets: list[list[tuple[int, int]]] = []
         for span in spans:
             length = span[1] - span[0]
@@ -115,23 +121,26 @@ def packed_attention(
     """
     if backend == "reference":
         return packed_reference(q, k, v, documents.starts, scale)
-    function = varlen_kernel(backend, q.dtype, q.device)
+    function = varlen_kernel(backend, q.dtype, q.device, q.shape[2])
     if function is None:
         return _batched(q, k, v, documents, scale)
-    prove_varlen(function, q.shape[1], k.shape[1], q.shape[2], q.dtype, q.device)
+    for lengths in TRIED_ROWS:
+        prove_varlen(function, lengths, q.shape[1], k.shape[1], q.shape[2], q.dtype, q.device)
     return function(q, k, v, documents.starts, documents.longest, scale)
 
 
 def varlen_kernel(
-    backend: PackedBackend, dtype: torch.dtype, device: torch.device
+    backend: PackedBackend, dtype: torch.dtype, device: torch.device, width: int = TRIED_WIDTH
 ) -> Varlen | None:
     """The kernel that `packed_attention` calls: (q, k, v, starts [D + 1] int32, tokens of the
-    longest document, scale) -> output. None for `reference`, CPU or float32.
+    longest document, scale) -> output. None for `reference`, CPU or float32. `width`: of a head.
     """
     if backend == "auto":
-        backend = automatic_attention(dtype, device)[0]
+        backend = automatic_attention(dtype, device, width)[0]
     if backend == "flash_attn":
         return varlen_function(_capability(device))
+    if backend == "cudnn":
+        return cudnn_varlen
     is_short = dtype in (torch.float16, torch.bfloat16)
     if backend == "torch" and device.type == "cuda" and is_short:
         return torch_varlen
@@ -139,34 +148,60 @@ def varlen_kernel(
 
 
 @functools.cache
-def automatic_attention(dtype: torch.dtype, device: torch.device) -> tuple[PackedBackend, str]:
-    """(what `auto` means here, why). The first call compares kernels."""
+def automatic_attention(
+    dtype: torch.dtype, device: torch.device, width: int = TRIED_WIDTH
+) -> tuple[PackedBackend, str]:
+    """(what `auto` means here for heads of this width, why). The first call compares kernels, from
+    the fastest on, until one is right.
+    """
     capability = _capability(device)
     shown = f"compute capability {capability[0]}.{capability[1]}"
     if device.type != "cuda":
         return "torch", "no GPU"
     if dtype not in (torch.float16, torch.bfloat16):
-        return "torch", f"{str(dtype).removeprefix('torch.')}, and FlashAttention-4 takes 16 bit"
+        name = str(dtype).removeprefix("torch.")
+        return "torch", f"{name}, and FlashAttention-4 takes 16 bit, as cuDNN does"
     if capability[0] not in CAPABILITIES:
-        return "torch", f"{shown}, for which FlashAttention-4 is not made"
-    if not has_module("flash_attn.cute"):
-        return "torch", "FlashAttention-4 is not installed"
-    if fault := flash_attn_fault(dtype, device):
-        return "torch", f"FlashAttention-4 is installed, and fails: {fault}"
-    return "flash_attn", f"FlashAttention-4, {shown}"
+        return "torch", f"{shown}, for which FlashAttention-4 is not made, and cuDNN not tried"
+    names: dict[Contender, str] = {"cudnn": "cuDNN", "flash_attn": "FlashAttention-4"}
+    if not keeps_plans():
+        names = {"flash_attn": "FlashAttention-4", "cudnn": "cuDNN for rows of one document"}
+    faults: list[str] = []
+    for backend in names:
+        fault = varlen_fault(backend, dtype, device, width)
+        if not fault:
+            return backend, "; ".join((f"{names[backend]}, {shown}", *faults))
+        faults.append(f"{names[backend]} {fault}")
+    return "torch", "; ".join(faults)
 
 
-def flash_attn_fault(dtype: torch.dtype, device: torch.device) -> str:
-    """Why the installed flash-attn fails here, after which torch's kernel is restored; "" if it
-    works.
+def varlen_fault(
+    backend: Contender,
+    dtype: torch.dtype,
+    device: torch.device,
+    width: int = TRIED_WIDTH,
+) -> str:
+    """Why cuDNN or FlashAttention-4 cannot be used here, as "is not installed"; "" if it can.
+    Instead of a FlashAttention-4 that fails, torch's kernel is restored.
     """
     from torch.nn.attention import restore_flash_attention_impl
 
+    if backend == "cudnn":
+        needs = cudnn_needs(width, _capability(device))
+        if lacking := " and ".join(name for name, is_there in needs.items() if not is_there):
+            return f"needs {lacking}"
+    elif not has_module("flash_attn.cute"):
+        return "is not installed"
     try:
-        prove_varlen(varlen_function(_capability(device)), *TRIED_HEADS, dtype, device)
-    except Exception as error:  # whatever the package, or its compiler, raises
-        restore_flash_attention_impl(False)
-        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        function = varlen_kernel(backend, dtype, device)
+        assert function is not None
+        for lengths in TRIED_ROWS:
+            prove_varlen(function, lengths, *TRIED_HEADS, width, dtype, device)
+    except Exception as error:  # whatever a package, or its compiler, raises
+        if backend == "flash_attn":
+            restore_flash_attention_impl(False)
+        message = str(error).partition("\n")[0]
+        return f"is installed, and fails: {type(error).__name__}: {message}"
     return ""
 
 
@@ -190,6 +225,7 @@ def packed_reference(
 @functools.cache
 def prove_varlen(
     function: Varlen,
+    lengths: tuple[int, ...],
     query_heads: int,
     kv_heads: int,
     width: int,
@@ -197,13 +233,13 @@ def prove_varlen(
     device: torch.device,
 ) -> None:
     """Compare output and gradients of a kernel with the reference in float64, once for these
-    arguments. Raises `RuntimeError` if they differ by more than rounding. A checkpointed layer
-    would take its backward pass for its own: call it outside of one.
+    arguments, on documents of these `lengths`. Raises `RuntimeError` if they differ by more than
+    rounding. A checkpointed layer would take its backward pass for its own: call it outside of one.
     """
     draw = torch.Generator().manual_seed(0)
-    total = sum(TRIED_LENGTHS)
-    starts = F.pad(torch.tensor(TRIED_LENGTHS).cumsum(0), (1, 0)).to(device, torch.int32)
-    shapes = [(total, heads, width) for heads in (query_heads, kv_heads, kv_heads, query_heads)]
+    starts = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(device, torch.int32)
+    counts = (query_heads, kv_heads, kv_heads, query_heads)
+    shapes = [(sum(lengths), heads, width) for heads in counts]
     *inputs, upstream = (torch.randn(shape, generator=draw).to(device, dtype) for shape in shapes)
     scale = width**-0.5
 
@@ -213,7 +249,7 @@ def prove_varlen(
             if precision == torch.float64:
                 out = packed_reference(q, k, v, starts, scale)
             else:
-                out = function(q, k, v, starts, max(TRIED_LENGTHS), scale)
+                out = function(q, k, v, starts, max(lengths), scale)
         return [out, *torch.autograd.grad(out, (q, k, v), upstream.to(precision))]
 
     names = ("the output", "the gradient of q", "the gradient of k", "the gradient of v")

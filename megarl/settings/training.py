@@ -105,10 +105,10 @@ class SequenceConfig(Config):
     If it equals layout.sequence, keys and values are not exchanged further."""
     cut: Literal["auto", "contiguous", "zigzag", "zigzag_document", "striped"] = "auto"
     """Which tokens each rank holds; auto: the most even work for each packed sequence."""
-    block: Literal["auto", "cpu", "triton", "flash", "reference"] = "auto"
+    block: Literal["auto", "cpu", "triton", "flash", "cudnn", "reference"] = "auto"
     """Kernel of attention between two ranks' tokens, and on one rank with shared prefixes, sliding
-    windows, soft caps or sinks. auto: triton on GPUs, else cpu; flash is torch's
-    FlashAttention-2."""
+    windows, soft caps or sinks. auto: triton on GPUs, else cpu; flash is torch's FlashAttention-2;
+    cudnn, like it, takes 16 bit and no soft caps."""
 
 
 LEARNS = "set it above 0, where the weights change, and to at most 1, for example to 1e-6"
@@ -291,10 +291,10 @@ class TrainingConfig(Config):
     share_prefix: SharePrefix = "auto"
     """Compute a common prefix, such as a group's prompt, once for the samples of a packed sequence:
     where that saves a sixteenth of their tokens (auto), any token (on), or never."""
-    attention: Literal["auto", "torch", "flash_attn", "reference"] = "auto"
-    """Kernel of attention within documents, on one rank: torch's; flash-attn's (GPU, 16 bit); auto,
-    FlashAttention-4 where it is installed and fits the GPU, else torch's; or matrix products, to
-    compare with. See also `sequence.block`."""
+    attention: Literal["auto", "torch", "flash_attn", "cudnn", "reference"] = "auto"
+    """Kernel of attention within documents, on one rank: torch's; flash-attn's or cuDNN's (GPU, 16
+    bit); auto, cuDNN or FlashAttention-4 where they fit the GPU and a trial finds no error, else
+    torch's; or matrix products, to compare with. See also `sequence.block`."""
     norms: Literal["model", "torch"] = "model"
     """RMSNorm by the model's code, of several kernels, or by torch's, one kernel on a GPU. In 16
     bit they round differently."""

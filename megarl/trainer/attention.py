@@ -135,9 +135,9 @@ def prove_attention(model: PreTrainedModel) -> None:
             )
 
 
-def attention_line(precision: str, device: torch.device) -> str:
+def attention_line(precision: str, device: torch.device, width: int) -> str:
     """A line for the log: which kernel `training.attention: auto` stands for on `device`, and why.
-    `precision`: dtype of the activations.
+    `precision`: dtype of the activations; `width`: of a head.
     """
-    chosen, why = automatic_attention(getattr(torch, precision), device)
+    chosen, why = automatic_attention(getattr(torch, precision), device, width)
     return f"training.attention auto is {chosen}: {why}"

@@ -32,6 +32,7 @@ from megarl.checkpoints.progress import Progress, read_progress, written_under
 from megarl.data.demonstrations import DemonstrationList
 from megarl.data.preferences import PreferenceList
 from megarl.data.source import PromptList
+from megarl.engines.plan import head_width
 from megarl.kernels.linear import use_bfloat16x2
 from megarl.observe.observer import EVALUATIONS, Observer
 from megarl.observe.sinks import read_records
@@ -386,7 +387,7 @@ def open_context(config: AnyConfig, inputs: RunInputs) -> Iterator[RunContext]:
             if device.type == "cpu" and (slow := slow_line(training.precision)):
                 console.say(slow)
             if device.type == "cuda" and training.attention == "auto":
-                console.say(attention_line(training.dtype, device))
+                console.say(attention_line(training.dtype, device, head_width(inputs.hf)))
         broadcast_object(None, mesh_module.all_ranks())  # the folder is there
         if not run.is_main:
             console.open_log(run.folder)

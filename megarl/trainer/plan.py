@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.checkpoints.adapter_files import CONFIG, SCORE, read_adapter, written_for
 from megarl.data.tokenizer import check_tokenizer, load_tokenizer
 from megarl.engines.plan import head_width
+from megarl.kernels.attention_cudnn import cudnn_needs
 from megarl.kernels.block_flash import WIDEST
 from megarl.kernels.packed_varlen import provider
 from megarl.parallel.launcher import warn
@@ -187,9 +188,11 @@ def refuse_kernels(
     device, width = local_device(), head_width(hf)
     on_gpu, has_triton = device.type == "cuda", importlib.util.find_spec("triton") is not None
     block, is_flash = training.sequence.block, training.sequence.block == "flash"
+    is_ready_made = block in ("flash", "cudnn")
     cap = getattr(hf.get_text_config(), "attn_logit_softcapping", None)
     half, is_half = "training.precision 'bfloat16' or 'float16'", training.dtype != "float32"
     capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
+    cudnn = cudnn_needs(width, capability) if on_gpu else {}
     package = "a package flash-attn (pip install -e '.[flash-attn-4]' for compute capability 9"
     if training.logprobs == "liger" and head == "logprobs":
         needs = {
@@ -216,16 +219,17 @@ def refuse_kernels(
     }
     _refuse_lacking(f"training.grouped is {grouped!r}", needs, "it to 'auto'")
     needs = {
-        "a GPU": on_gpu or block not in ("triton", "flash"),
+        "a GPU": on_gpu or block not in ("triton", "flash", "cudnn"),
         "ranks without GPUs": not on_gpu or block != "cpu",
         "the package triton": block != "triton" or has_triton,
-        half: not is_flash or is_half,
+        half: not is_ready_made or is_half,
         f"heads of 8, 16, ... {WIDEST} (here {width})": (
             not is_flash or (width % 8 == 0 and width <= WIDEST)
         ),
         f"scores without a soft cap (attn_logit_softcapping of {hf.model_type} is {cap})": (
-            not (is_flash and cap)
+            not (is_ready_made and cap)
         ),
+        **(cudnn if block == "cudnn" else {}),
     }
     _refuse_lacking(f"training.sequence.block is {block!r}", needs, "the block to 'auto'")
     if training.attention == "flash_attn":
@@ -235,6 +239,9 @@ def refuse_kernels(
             f"{package} and 10, or flash-attn)": bool(provider(capability)),
         }
         _refuse_lacking("training.attention is 'flash_attn'", needs, "it to 'torch'")
+    if training.attention == "cudnn":
+        needs = {"a GPU": on_gpu, half: is_half, **cudnn}
+        _refuse_lacking("training.attention is 'cudnn'", needs, "it to 'torch'")
 
 
 def _refuse_lacking(setting: str, needs: dict[str, bool], fix: str) -> None:

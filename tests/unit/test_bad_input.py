@@ -96,6 +96,11 @@ training.grouped: grouped -> training.grouped is 'grouped' | needs a GPU and com
 training.grouped: triton -> training.grouped is 'triton' | needs a GPU | set it to 'auto'
 training.attention: flash_attn -> training.attention is 'flash_attn' | set it to 'torch'
     | a GPU and training.precision 'bfloat16' or 'float16' and a package flash-attn
+training.attention: cudnn -> training.attention is 'cudnn' | set it to 'torch'
+    | a GPU and training.precision 'bfloat16' or 'float16'
+training: {layout: {sequence: 2}, sequence: {block: cudnn}}, ranks: 2
+    -> training.sequence.block is 'cudnn' | set the block to 'auto'
+    | needs a GPU and training.precision 'bfloat16' or 'float16'
 training: {layout: {sequence: 2}, sequence: {block: flash}}, ranks: 2
     -> training.sequence.block is 'flash' | set the block to 'auto'
     | needs a GPU and training.precision 'bfloat16' or 'float16'

@@ -152,7 +152,7 @@ def test_what_auto_stands_for_on_a_gpu(
     automatic_attention.cache_clear()
     chosen, said = automatic_attention(dtype, device)
     kernel = varlen_kernel("auto", dtype, device)
-    line = attention_line(str(dtype).removeprefix("torch."), device)
+    line = attention_line(str(dtype).removeprefix("torch."), device, 128)
     automatic_attention.cache_clear()
     assert chosen == wanted and why in said
     assert line == f"training.attention auto is {wanted}: {said}"

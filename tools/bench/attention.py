@@ -14,14 +14,14 @@ window, but for `one rank, no window`. With `--group 512:8x64` the sequence hold
 `one rank, repeated` it is in front of each. Below the table stand the tokens and the pairs of query
 and key of each way.
 
-GPU: bfloat16. First whole kernels: the Triton block beside torch's flash attention and cuDNN, and
-beside the kernels of variable length that `training.attention: torch` and `flash_attn` take, the
-last where the package is installed; forward and backward apart, in TFLOP/s of the pairs that causal
-attention must compute (all visible: of all pairs). `triton, all visible` has no masked tile, so
-what it is faster than `triton, causal` is the price of the mask and of tiles half hidden. Then the
-ring, one rank after the other on this one GPU: the schedule as it is, with local copies in place of
-receives, so everything but the network. Ideal is the whole sequence by the same block, or by flash,
-divided by the number of ranks; what counts is the slowest.
+GPU: bfloat16. First whole kernels: the Triton and cuDNN blocks beside torch's flash attention and
+cuDNN, and beside the kernels of variable length that `training.attention: torch`, `cudnn` and
+`flash_attn` take, the last where the package is installed; forward and backward apart, in TFLOP/s
+of the pairs that causal attention must compute (all visible: of all pairs). `triton, all visible`
+has no masked tile, so what it is faster than `triton, causal` is the price of the mask and of tiles
+half hidden. Then the ring, one rank after the other on this one GPU: the schedule as it is, with
+local copies in place of receives, so everything but the network. Ideal is the whole sequence by the
+same block, or by flash, divided by the number of ranks; what counts is the slowest.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from attention import ALONE, causal_pairs, documents, layer, make_tensors
 from common import Args, in_turns, spread, table
 
 from megarl.kernels import packed_varlen
+from megarl.kernels.attention_cudnn import cudnn_varlen
 from megarl.kernels.attention_plan import BLOCKS
 from megarl.kernels.block import Positions
 from megarl.kernels.sequence_attention import AttentionPlan
@@ -59,9 +60,9 @@ def timed(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[flo
     return in_turns(rounds, {name: partial(seconds, run) for name, run in runs.items()}, skipped=1)
 
 
-def block_runs(places: list[Positions], tensors: list[torch.Tensor], pairs: int) -> Way:
-    """The Triton block over one pair of places, of queries and of keys."""
-    block, (q, k, v, upstream) = BLOCKS["triton"](), tensors
+def block_runs(name: str, places: list[Positions], tensors: list[torch.Tensor], pairs: int) -> Way:
+    """The block `name` over one pair of places, of queries and of keys."""
+    block, (q, k, v, upstream) = BLOCKS[name](), tensors
     scale, work = q.shape[2] ** -0.5, block.prepare(*places, q.device)
     assert work is not None
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
@@ -174,18 +175,24 @@ def bench_kernels(args: Args, device: torch.device) -> dict[str, Any]:
         f"{args.packed} documents": ([Positions.of(whole, packed)] * 2, causal_pairs(packed)),
     }
 
+    def blocks(name: str) -> dict[str, Way]:
+        return {
+            f"{name}, {title}": block_runs(name, pair_of_places, tensors, n)
+            for title, (pair_of_places, n) in places.items()
+        }
+
     def stock(name: str, backend: Any) -> dict[str, Way]:
         return {f"torch {name}, causal": stock_runs(backend, tensors, pairs)}
 
     return bench(
         args,
         {
-            "triton": lambda: {
-                f"triton, {name}": block_runs(p, tensors, n) for name, (p, n) in places.items()
-            },
+            "triton": partial(blocks, "triton"),
+            "cudnn": partial(blocks, "cudnn"),
             "torch flash": partial(stock, "flash", SDPBackend.FLASH_ATTENTION),
             "torch cuDNN": partial(stock, "cuDNN", SDPBackend.CUDNN_ATTENTION),
             "torch varlen": partial(varlen_runs, "torch varlen", torch_varlen, tensors, packed),
+            "cuDNN varlen": partial(varlen_runs, "cuDNN varlen", cudnn_varlen, tensors, packed),
         },
     )
 

@@ -338,8 +338,8 @@ def check_packages() -> Iterator[Finding]:
 FLASH_ATTENTION_4 = """from flash_attn.cute import flash_attn_varlen_func
 import torch
 if torch.cuda.is_available():
-    from megarl.kernels.packed_attention import flash_attn_fault
-    raise SystemExit(flash_attn_fault(torch.bfloat16, torch.device("cuda", 0)) or 0)
+    from megarl.kernels.packed_attention import varlen_fault
+    raise SystemExit(varlen_fault("flash_attn", torch.bfloat16, torch.device("cuda", 0)) or 0)
 """
 """Python program that imports FlashAttention-4 and, where there is a GPU, compares its results with
 a reference, as a run does before it uses it. Exit code 0 means success."""
