@@ -46,6 +46,7 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     """What `megarl run WORDS` starts: HERE, the words for torchrun, or the options of a launch."""
     calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(run_words, "check_named_files", lambda config: None)
     record = lambda *given, **_: calls.append(given) or (lambda: 0)  # noqa: E731
     monkeypatch.setattr(run_words, "load", lambda _: record)
 
