@@ -481,7 +481,7 @@ from megarl.settings.code import CodeConfig
 tempfile.tempdir = sys.argv[1]
 made = Sandbox(CodeConfig(interpreter=(sys.argv[2], "-I", "-S")))
 program = "import os, tempfile\\nfile = tempfile.NamedTemporaryFile()\\n"
-program += "print(os.listdir(os.environ['HOME']) == [os.path.basename(file.name), 'program'])"
+program += "print(sorted(os.listdir(os.environ['HOME'])) == ['program', os.path.basename(file.name)])"
 print(made.run("stdin", program, [""], total_s=8.0))
 made.close()
 """
