@@ -92,16 +92,14 @@ def read_model_folder(name: str, setting: str) -> dict[str, Any]:
         refuse_no_folder(name, setting)
         return {}
     file = folder / "config.json"
-    require(
-        file.is_file() or not (folder.suffix == ".gguf" or any(folder.glob("*.gguf"))),
-        f"{what} is in the GGUF format, whose quantised weights are not trained; set it to a"
-        " folder with config.json and safetensors, which `python tools/real_model.py` and"
-        " transformers' `from_pretrained(..., gguf_file=...)` make",
-    )
-    require(
-        file.is_file(),
-        f"{what} cannot be loaded: there is no file {file}; set it to a model folder or hub name",
-    )
+    why = f"cannot be loaded: there is no file {file}; set it to a model folder or hub name"
+    if folder.suffix == ".gguf" or any(folder.glob("*.gguf")):
+        why = (
+            "is in the GGUF format, whose quantised weights are not trained; set it to a folder"
+            " with config.json and safetensors, which `python tools/real_model.py` and"
+            " transformers' `from_pretrained(..., gguf_file=...)` make"
+        )
+    require(file.is_file(), f"{what} {why}")
     refuse_broken_links(folder)
     with opening(f"{what} cannot be loaded: {file}", fix=FIX):
         tree = json.loads(file.read_bytes())

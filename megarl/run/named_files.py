@@ -71,20 +71,21 @@ def check_sizes(config: AnyConfig, tree: dict[str, Any], *, trains: bool) -> Non
     """Raise `ValueError` if the sizes in config.json, `tree`, do not suit the recipe. What it lacks
     or has under another name is left to the whole checks.
     """
-    text = SimpleNamespace(**(tree.get("text_config") or tree))
-    text.get_text_config = lambda: text
-    if isinstance(config, RunConfig):
-        new, limit = config.rollout.max_new_tokens, getattr(text, "max_position_embeddings", None)
+    with contextlib.suppress(AttributeError, TypeError):
+        text = SimpleNamespace(**(tree.get("text_config") or tree))
+        text.get_text_config = lambda: text
+        if trains:
+            refuse_sizes(text, config.training.layout.tensor)
+        if not isinstance(config, RunConfig):
+            return
+        if trains and not is_own(config.rollout.engine.kind):
+            check_engine_tensor(text, config.rollout.engine.tensor)
+        new, limit = config.rollout.max_new_tokens, text.max_position_embeddings
         require(
-            not isinstance(limit, int) or new < limit,
+            new < limit,
             f"rollout.max_new_tokens is {new}, but the max_position_embeddings of model.path is"
             f" {limit}; lower it",
         )
-    with contextlib.suppress(AttributeError, TypeError):
-        if trains:
-            refuse_sizes(text, config.training.layout.tensor)
-        if trains and isinstance(config, RunConfig) and not is_own(config.rollout.engine.kind):
-            check_engine_tensor(text, config.rollout.engine.tensor)
 
 
 def _settings(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:

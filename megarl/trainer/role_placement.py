@@ -60,13 +60,10 @@ def place_role(name: str, role: RoleConfig, policy: RolePlace) -> RolePlace:
         f"{name}.ranks is {list(role.ranks)} and the policy has {list(policy.ranks)}: two roles"
         f" share all of their ranks or none; leave {name}.ranks out, or give it ranks of its own",
     )
+    ascending = sorted(set(role.ranks))
     require(
-        len(set(role.ranks)) == len(role.ranks),
-        f"{name}.ranks is {list(role.ranks)}, but each must be named once; mend it",
-    )
-    require(
-        list(role.ranks) == sorted(role.ranks),
-        f"{name}.ranks is {list(role.ranks)}; set it in ascending order: {sorted(role.ranks)}",
+        list(role.ranks) == ascending,
+        f"{name}.ranks is {list(role.ranks)}; set each once, in ascending order: {ascending}",
     )
     if not role.ranks and role.layout == LayoutConfig():
         return policy

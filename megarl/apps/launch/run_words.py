@@ -69,8 +69,7 @@ def other_processes(name: str, options: Options, config: AnyConfig) -> Callable[
         return load("megarl.apps.launch.launch:planned")(config, options)
     if is_one:
         return None
-    assert options.ranks is not None
-    plan_ranks(config, options.ranks)
+    plan_ranks(config, options.ranks or 1)
     with plan_folder(config, starts=False):  # rank 0 takes it
         if places:
             check_named_files(config)
