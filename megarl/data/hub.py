@@ -8,15 +8,20 @@ import concurrent.futures
 import contextlib
 import difflib
 import functools
+import json
 import os
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from megarl.settings.schema import require
+from megarl.settings.training import ModelConfig
 from megarl.system.files import in_thread
+from megarl.system.third_party import opening, refuse_broken_links
 
 ANSWER_WITHIN_S = 5.0
+FIX = "fetch the model again, or correct its config.json"
 
 
 def hub_state() -> Literal["online", "offline", "unreachable"]:
@@ -76,6 +81,43 @@ def refuse_no_folder(name: str, setting: str) -> None:
     raise ValueError(
         f"{setting} {name!r} cannot be loaded: there is no such folder here, and {why}; {advice}"
     )
+
+
+def read_model_folder(name: str, setting: str) -> dict[str, Any]:
+    """config.json of the folder `name`, the value of the recipe's key `setting`; empty for a name
+    of the hub. Raises `ValueError` if it is neither, or the file cannot be read.
+    """
+    folder, what = Path(name), f"{setting} {name!r}"
+    if not folder.exists():
+        refuse_no_folder(name, setting)
+        return {}
+    file = folder / "config.json"
+    why = f"cannot be loaded: there is no file {file}; set it to a model folder or hub name"
+    if folder.suffix == ".gguf" or any(folder.glob("*.gguf")):
+        why = (
+            "is in the GGUF format, whose quantised weights are not trained; set it to a folder"
+            " with config.json and safetensors, which `python tools/real_model.py` and"
+            " transformers' `from_pretrained(..., gguf_file=...)` make"
+        )
+    require(file.is_file(), f"{what} {why}")
+    refuse_broken_links(folder)
+    with opening(f"{what} cannot be loaded: {file}", fix=FIX):
+        tree = json.loads(file.read_bytes())
+        require(tree and isinstance(tree, dict), "it is no JSON object with settings")
+        return tree
+
+
+def refuse_no_weights(config: ModelConfig) -> bool:
+    """Whether the section `model` names a folder with weights. Raises `ValueError` if that has
+    none, and needs some.
+    """
+    has_weights = any(Path(config.path).glob("*.safetensors"))
+    require(
+        config.from_scratch or has_weights or not Path(config.path).is_dir(),
+        f"model.path {config.path!r} has no .safetensors weights; set model.from_scratch to"
+        " true for random weights, or point model.path at a trained model",
+    )
+    return has_weights
 
 
 def why_absent(name: str) -> str:

@@ -44,10 +44,9 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # ModelProto.SentencePiece.
 SPACE = "\u2581"  # how SentencePiece writes a space
 
 
-def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load a transformers tokenizer from a local folder, a hub name (`owner/name`) or a
-    SentencePiece `.model` file. Raises `ValueError` with advice if there is none, it does not load,
-    or it needs code of its own and `trust_remote_code` is False.
+def refuse_no_tokenizer(name: str) -> bool:
+    """Whether the tokenizer `name` is a folder or file, and no hub name. Raises `ValueError` if it
+    should be and is not there.
     """
     require(
         bool(name),
@@ -60,7 +59,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
             path.is_file(),
             f"SentencePiece file {path} does not exist; set the path of a .model file",
         )
-        return _from_sentencepiece(path)
+        return True
     # What looks like a path is never asked of the hub.
     local = path.exists() or not is_hub_name(name)
     if local:
@@ -75,6 +74,17 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
             f"folder {path} holds no tokenizer (none of {', '.join(_KNOWN)}); copy the"
             " tokenizer's files into it, or set a folder that has them",
         )
+    return local
+
+
+def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load a transformers tokenizer from a local folder, a hub name (`owner/name`) or a
+    SentencePiece `.model` file. Raises `ValueError` with advice if there is none, it does not load,
+    or it needs code of its own and `trust_remote_code` is False.
+    """
+    local = refuse_no_tokenizer(name)
+    if Path(name).suffix == ".model":
+        return _from_sentencepiece(Path(name))
     only_local = local or hub_state() != "online"
     fix = "fetch it again" if local else f"'{name}' is not on this machine {why_absent(name)}"
     try:

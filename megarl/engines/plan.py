@@ -5,18 +5,20 @@ from __future__ import annotations
 import importlib.util
 import os
 from inspect import iscoroutinefunction
+from typing import TYPE_CHECKING
 
 import psutil
-import transformers
 
 from megarl.engines.interface import InferenceEngine
 from megarl.engines.vllm_engine import VLLM_RANKS
 from megarl.environments.user_code import function_of
 from megarl.parallel import launcher
-from megarl.parallel.mesh import local_device
 from megarl.settings.config import RunConfig
 from megarl.settings.rollout import EngineConfig
 from megarl.settings.schema import is_own, require, shortened
+
+if TYPE_CHECKING:
+    import transformers
 
 CPU_HEAD_WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head widths that the CPU attention of vLLM 0.32 is compiled for."""
@@ -47,6 +49,8 @@ def plan_engines(
             "training.lora.publish is 'adapter' and rollout.placement 'colocated', where engines"
             " give up their weights in each step; set training.lora.publish to 'merged'",
         )
+    from megarl.parallel.mesh import local_device  # torch, without which sizes can be checked
+
     on_gpus = local_device().type == "cuda"
     hosts = num_ranks // launcher.ranks_per_host() if is_started else 1
     check_placement(config, num_policy_ranks, hosts, shares_gpus=on_gpus, started=is_started)

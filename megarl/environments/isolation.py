@@ -323,7 +323,7 @@ def install_filter(code: Sequence[Instruction], *, x32: int) -> None:
     call_libc("prctl", SET_SECCOMP, WITH_FILTER, ctypes.addressof(held), 0, 0)
 
 
-def _capabilities() -> list[int]:
+def own_capabilities() -> list[int]:
     """Effective, permitted and inheritable, first their low 32 bits, then their high ones."""
     sets = ctypes.create_string_buffer(24)
     call_libc("capget", CAPABILITY_HEAD, ctypes.addressof(sets))
@@ -335,7 +335,7 @@ def _drop(capabilities: Sequence[int]) -> None:
     for number in capabilities:
         # Refused without CAP_SETPCAP: then there is nothing to regain either.
         libc.prctl(DROP_BOUNDING, number, 0, 0, 0)
-    words = _capabilities()
+    words = own_capabilities()
     for number in capabilities:
         for group in range(3):
             words[number // 32 * 3 + group] &= ~(1 << number % 32)
@@ -351,7 +351,7 @@ def become_user(user: int, *, reads_any: bool) -> None:
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
-    kept = _capabilities()[1] & 1 << READ_ANY if reads_any else 0
+    kept = own_capabilities()[1] & 1 << READ_ANY if reads_any else 0
     call_libc("capset", CAPABILITY_HEAD, struct.pack("6I", kept, kept, kept, 0, 0, 0))
     if kept:
         call_libc("prctl", AMBIENT, RAISE, READ_ANY, 0, 0)

@@ -230,14 +230,15 @@ class RolloutService:
 
     async def take(self, step: int, data_rank: int) -> SharePlan | None:
         """Wait for a rank's samples of `step`; None if the run was interrupted before any rank took
-        it. Raises `RuntimeError` if generation failed, `UserError` if the verifier failed too
-        often.
+        it. Raises `RuntimeError` if generation failed before, `UserError` if the verifier failed
+        too often.
         """
         await self._waits.until(lambda: step in self._ready)
-        if self._waits.is_interrupted and step > self._taken:
-            return None
-        self._waits.raise_failure()
-        self._taken = max(self._taken, step)
+        if step > self._taken:
+            if self._waits.is_interrupted:
+                return None
+            self._waits.raise_failure()
+            self._taken = step
         plan = self._ready[step].plans[data_rank]
         if data_rank == 0:
             transcripts = await asyncio.shield(self._transcripts[step])

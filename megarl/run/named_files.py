@@ -11,13 +11,16 @@ import re
 import unicodedata
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from megarl.data.forms import as_read
-from megarl.data.hub import refuse_no_folder
+from megarl.data.hub import read_model_folder, refuse_no_folder, refuse_no_weights
 from megarl.data.rows import Cells, format_of, read_rows
+from megarl.data.tokenizer import refuse_no_tokenizer
+from megarl.engines.plan import check_engine_tensor
 from megarl.environments.user_code import split_name
-from megarl.settings.config import AnyConfig
+from megarl.settings.config import AnyConfig, RunConfig
 from megarl.settings.data import (
     DataSetConfig,
     DemonstrationsConfig,
@@ -27,6 +30,7 @@ from megarl.settings.data import (
 from megarl.settings.schema import Config, is_own, require
 from megarl.settings.training import ModelConfig
 from megarl.system.lookup import SOURCES
+from megarl.trainer.role_placement import refuse_sizes
 
 DYNAMIC = ("import *", "exec", "__getattr__", "setattr", "vars", "locals", "globals", "modules")
 """Texts in a Python file that may define names which it does not spell out."""
@@ -49,7 +53,11 @@ def check_named_files(
             continue
         if isinstance(value, ModelConfig) and value.path:
             if trains or (key == "model" and not getattr(config.evaluation, "models", ())):
-                refuse_no_folder(value.path, f"{key}.path")
+                tree = read_model_folder(value.path, f"{key}.path")
+                if key == "model":
+                    refuse_no_weights(value)
+                    refuse_no_tokenizer(value.tokenizer or value.path)
+                    check_sizes(config, tree, trains=trains)
         elif isinstance(value, DataSetConfig) and f"{key}.source" not in skip:
             parts = value.parts if isinstance(value, PromptsConfig) else [value]
             for number, data_set in enumerate(parts):
@@ -57,6 +65,27 @@ def check_named_files(
                 _check_data(data_set, f"{key}.sources[{number}]" if in_mixture else key)
         elif is_own(value) and key.rpartition(".")[2] in CODE:
             check_own_code(str(value), key)
+
+
+def check_sizes(config: AnyConfig, tree: dict[str, Any], *, trains: bool) -> None:
+    """Raise `ValueError` if the sizes in config.json, `tree`, do not suit the recipe. What it lacks
+    or has under another name is left to the whole checks.
+    """
+    with contextlib.suppress(AttributeError, TypeError):
+        text = SimpleNamespace(**(tree.get("text_config") or tree))
+        text.get_text_config = lambda: text
+        if trains:
+            refuse_sizes(text, config.training.layout.tensor)
+        if not isinstance(config, RunConfig):
+            return
+        if trains and not is_own(config.rollout.engine.kind):
+            check_engine_tensor(text, config.rollout.engine.tensor)
+        new, limit = config.rollout.max_new_tokens, text.max_position_embeddings
+        require(
+            new < limit,
+            f"rollout.max_new_tokens is {new}, but the max_position_embeddings of model.path is"
+            f" {limit}; lower it",
+        )
 
 
 def _settings(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:

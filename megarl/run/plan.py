@@ -43,14 +43,13 @@ from megarl.trainer.model_config import longest_sequence
 from megarl.trainer.own_functions import try_filter, try_objectives
 from megarl.trainer.plan import (
     check_positions,
-    plan_layout,
     plan_model,
     plan_role,
     plan_training,
     stop_tokens,
 )
 from megarl.trainer.precision import check_gpus
-from megarl.trainer.role_placement import RolePlace, policy_ranks, reference_adapter
+from megarl.trainer.role_placement import RolePlace, plan_ranks, reference_adapter
 from megarl.trainer.weights import base_digest
 from megarl.trainer.working_memory import check_gpu_share
 from megarl.types import Prompt
@@ -67,15 +66,8 @@ def plan_run(config: RunConfig, ranks: int | None = None) -> RunInputs:
     many on this host, of which none has been started. Raises `ValueError`.
     """
     num_ranks, is_started = launcher.count_ranks(ranks), ranks is None
-    members = policy_ranks(config, num_ranks)
-    layout = plan_layout(config.training, len(members))
-    rollout, training = config.rollout, config.training
-    samples = rollout.groups_per_step * rollout.group_size // training.num_mini_batches
-    require(
-        samples >= layout.data,
-        f"a mini-batch has {samples} samples for {layout.data} data ranks; raise"
-        " rollout.groups_per_step or group_size, or lower training.num_mini_batches",
-    )
+    policy, rollout, training = plan_ranks(config, num_ranks), config.rollout, config.training
+    members, layout = policy.ranks, policy.layout
     require(
         not config.reward_models
         or not rollout.dynamic_sampling.enabled
@@ -93,7 +85,6 @@ def plan_run(config: RunConfig, ranks: int | None = None) -> RunInputs:
         gpu = torch.cuda.get_device_properties(local_device())
         parameters = sized_parameters(config.model, layout.tensor, layout.expert)
         check_gpu_share(config, parameters, layout, gpu.total_memory)
-    policy = RolePlace(members, layout)
     roles = {name: plan_role(name, config, hf, policy) for name in config.other_roles}
     inputs = plan_rollouts(config, tokenizer, hf, roles)
     if inputs.prompts is not None:

@@ -5,20 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from transformers import AutoConfig
 
-from megarl.data.hub import hub_state, refuse_no_folder, why_absent
+from megarl.data.hub import FIX, hub_state, read_model_folder, why_absent
 from megarl.settings.config import RunConfig
 from megarl.settings.limits import MOST_TOKENS
 from megarl.settings.rl import longest_request
 from megarl.settings.schema import require, shortened
 from megarl.settings.training import ModelConfig
-from megarl.system.third_party import opening, refuse_broken_links
+from megarl.system.third_party import opening
 from megarl.trainer.attention import refuse_unsupported
 
 COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
@@ -34,8 +33,6 @@ POSITIVE = (
     "attn_logit_softcapping",
 )
 """Settings that are above 0 where a model has them."""
-
-FIX = "fetch the model again, or correct its config.json"
 
 
 def positions(hf: transformers.PretrainedConfig) -> int | None:
@@ -57,28 +54,9 @@ def load_model_config(
     the setting to change, if it cannot be read or a number in it cannot be right. `setting`: the
     recipe's section, for messages.
     """
-    what = f"{setting}.path {config.path!r}"
-    folder = Path(config.path)
-    if folder.exists():
-        has_config = (folder / "config.json").is_file()
-        require(
-            has_config or not (folder.suffix == ".gguf" or any(folder.glob("*.gguf"))),
-            f"{what} is in the GGUF format, whose quantised weights are not trained; set it to a"
-            " folder with config.json and safetensors, which `python tools/real_model.py` and"
-            " transformers' `from_pretrained(..., gguf_file=...)` make",
-        )
-        require(
-            has_config,
-            f"{what} cannot be loaded: there is no file {folder / 'config.json'}; set it to a model"
-            " folder or hub name",
-        )
-        refuse_broken_links(folder)
-        online = True
-    else:
-        refuse_no_folder(config.path, f"{setting}.path")
+    what, online, fix = f"{setting}.path {config.path!r}", True, FIX
+    if not read_model_folder(config.path, f"{setting}.path"):
         online = hub_state() == "online"
-    fix = FIX
-    if not folder.exists():
         fix = f"'{config.path}' is not on this machine {why_absent(config.path)}"
     with opening(f"{what} cannot be loaded", fix=fix):
         hf = AutoConfig.from_pretrained(

@@ -14,13 +14,13 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from megarl.checkpoints.adapter_files import CONFIG, SCORE, read_adapter, written_for
+from megarl.data.hub import refuse_no_weights
 from megarl.data.tokenizer import check_tokenizer, load_tokenizer
 from megarl.engines.plan import head_width
 from megarl.kernels.attention_cudnn import cudnn_needs
 from megarl.kernels.block_flash import WIDEST
 from megarl.kernels.packed_varlen import provider
 from megarl.parallel.launcher import warn
-from megarl.parallel.layout import Layout, resolve
 from megarl.parallel.mesh import Axis, local_device
 from megarl.settings.config import AnyConfig, DistillConfig, RunConfig
 from megarl.settings.objectives import AlgorithmConfig
@@ -32,7 +32,6 @@ from megarl.settings.training import (
     ModelConfig,
     RewardModelRoleConfig,
     RoleConfig,
-    SequenceConfig,
     TeacherConfig,
     TrainingConfig,
 )
@@ -53,32 +52,6 @@ from megarl.trainer.sharding import kv_heads, refuse_tensor, shard_model
 from megarl.trainer.weights import base_digest
 
 
-def plan_layout(training: TrainingConfig, num_ranks: int) -> Layout:
-    """The layout for `num_ranks` ranks. Raises `ValueError`, with what to set, if it does not fit
-    these, or other settings of sequence parallelism.
-    """
-    layout = training.layout
-    require(
-        layout.sequence % training.sequence.ulysses == 0,
-        f"training.sequence.ulysses is {training.sequence.ulysses}, which does not divide"
-        f" training.layout.sequence = {layout.sequence}; set it to a divisor",
-    )
-    require(
-        layout.sequence > 1 or training.sequence == SequenceConfig(block=training.sequence.block),
-        "training.sequence has settings besides block, but training.layout.sequence is 1, where"
-        " they do nothing; leave them out, or set training.layout.sequence above 1",
-    )
-    require(
-        layout.sequence == 1
-        or training.sequence.ulysses < layout.sequence
-        or training.sequence.transport == "auto",
-        f"training.sequence.ulysses is {training.sequence.ulysses}, all of"
-        " training.layout.sequence, so that nothing is left for transport"
-        f" {training.sequence.transport!r}; leave the transport out, or lower ulysses",
-    )
-    return resolve(**dict(layout), num_ranks=num_ranks)
-
-
 def plan_model(
     config: ModelConfig,
 ) -> tuple[PreTrainedTokenizerBase, transformers.PretrainedConfig]:
@@ -88,13 +61,7 @@ def plan_model(
     """
     hf = load_model_config(config)
     refuse_unsupported(hf)
-    has_weights = any(Path(config.path).glob("*.safetensors"))
-    require(
-        config.from_scratch or has_weights or not Path(config.path).is_dir(),
-        f"model.path {config.path!r} has no .safetensors weights; set model.from_scratch to"
-        " true for random weights, or point model.path at a trained model",
-    )
-    if config.from_scratch and has_weights:
+    if refuse_no_weights(config) and config.from_scratch:
         warn(
             f"model.from_scratch is true: the weights in model.path {config.path!r} are not used,"
             " and the run begins with random ones; set model.from_scratch to false to use them"

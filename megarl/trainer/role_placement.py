@@ -5,6 +5,7 @@ the recipe alone.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from megarl.parallel.layout import Layout, resolve
 from megarl.settings.config import AnyConfig, PreferenceConfig, RunConfig
@@ -16,6 +17,7 @@ from megarl.settings.training import (
     LoraConfig,
     ReferenceRoleConfig,
     RoleConfig,
+    SequenceConfig,
     TrainingConfig,
 )
 
@@ -58,13 +60,10 @@ def place_role(name: str, role: RoleConfig, policy: RolePlace) -> RolePlace:
         f"{name}.ranks is {list(role.ranks)} and the policy has {list(policy.ranks)}: two roles"
         f" share all of their ranks or none; leave {name}.ranks out, or give it ranks of its own",
     )
+    ascending = sorted(set(role.ranks))
     require(
-        len(set(role.ranks)) == len(role.ranks),
-        f"{name}.ranks is {list(role.ranks)}, but each must be named once; mend it",
-    )
-    require(
-        list(role.ranks) == sorted(role.ranks),
-        f"{name}.ranks is {list(role.ranks)}; set it in ascending order: {sorted(role.ranks)}",
+        list(role.ranks) == ascending,
+        f"{name}.ranks is {list(role.ranks)}; set each once, in ascending order: {ascending}",
     )
     if not role.ranks and role.layout == LayoutConfig():
         return policy
@@ -77,12 +76,73 @@ def place_role(name: str, role: RoleConfig, policy: RolePlace) -> RolePlace:
     return RolePlace(ranks, layout)
 
 
+def plan_layout(training: TrainingConfig, num_ranks: int) -> Layout:
+    """The layout for `num_ranks` ranks. Raises `ValueError`, with what to set, if it does not fit
+    these, or other settings of sequence parallelism.
+    """
+    layout = training.layout
+    require(
+        layout.sequence % training.sequence.ulysses == 0,
+        f"training.sequence.ulysses is {training.sequence.ulysses}, which does not divide"
+        f" training.layout.sequence = {layout.sequence}; set it to a divisor",
+    )
+    require(
+        layout.sequence > 1 or training.sequence == SequenceConfig(block=training.sequence.block),
+        "training.sequence has settings besides block, but training.layout.sequence is 1, where"
+        " they do nothing; leave them out, or set training.layout.sequence above 1",
+    )
+    require(
+        layout.sequence == 1
+        or training.sequence.ulysses < layout.sequence
+        or training.sequence.transport == "auto",
+        f"training.sequence.ulysses is {training.sequence.ulysses}, all of"
+        " training.layout.sequence, so that nothing is left for transport"
+        f" {training.sequence.transport!r}; leave the transport out, or lower ulysses",
+    )
+    return resolve(**dict(layout), num_ranks=num_ranks)
+
+
+def plan_ranks(config: AnyConfig, num_ranks: int) -> RolePlace:
+    """The policy's ranks and layout. Raises `ValueError` where they fit each other, or a step's
+    samples, not.
+    """
+    if not isinstance(config, RunConfig):
+        return RolePlace(tuple(range(num_ranks)), plan_layout(config.training, num_ranks))
+    members = policy_ranks(config, num_ranks)
+    layout, rollout = plan_layout(config.training, len(members)), config.rollout
+    samples = rollout.groups_per_step * rollout.group_size // config.training.num_mini_batches
+    require(
+        samples >= layout.data,
+        f"a mini-batch has {samples} samples for {layout.data} data ranks; raise"
+        " rollout.groups_per_step or group_size, or lower training.num_mini_batches",
+    )
+    return RolePlace(members, layout)
+
+
+def refuse_sizes(text: Any, tensor: int) -> None:
+    """Raise `ValueError` if attention or feed-forward layers of the model with the settings `text`
+    cannot be split over `tensor` ranks.
+    """
+    for name in ("num_attention_heads", "intermediate_size"):
+        size = getattr(text, name, None)
+        require(
+            size is None or size % tensor == 0,
+            f"training.layout.tensor is {tensor}, which does not divide the model's {name} ="
+            f" {size}; set it to a divisor",
+        )
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    require(
+        heads % tensor == 0 or tensor % heads == 0,
+        f"training.layout.tensor is {tensor} and the model's num_key_value_heads {heads}: neither"
+        " divides the other; set training.layout.tensor to a divisor or a multiple",
+    )
+
+
 def role_places(config: RunConfig, num_ranks: int) -> dict[str, RolePlace]:
     """Where each model is, "policy" first. Raises `ValueError` where ranks and layouts do not
     fit.
     """
-    ranks = policy_ranks(config, num_ranks)
-    policy = RolePlace(ranks, resolve(**dict(config.training.layout), num_ranks=len(ranks)))
+    policy = plan_ranks(config, num_ranks)
     others = {name: place_role(name, role, policy) for name, role in config.other_roles.items()}
     return {"policy": policy} | others
 

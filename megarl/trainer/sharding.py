@@ -28,6 +28,7 @@ from megarl.parallel.tensor import (
     sum_gradient_on_entry,
     sum_gradient_over,
 )
+from megarl.trainer.role_placement import refuse_sizes
 
 
 @dataclass
@@ -230,19 +231,7 @@ def refuse_tensor(config: transformers.PretrainedConfig, tensor: int) -> None:
             f"the tp_plan of model type {config.model_type} asks for {', '.join(unknown)}, which is"
             f" not supported (known: {', '.join(STYLES)}); set training.layout.tensor to 1"
         )
-    for name in ("num_attention_heads", "intermediate_size"):
-        size = getattr(text, name, None)
-        if size is not None and size % tensor:
-            raise ValueError(
-                f"training.layout.tensor is {tensor}, which does not divide the model's {name} ="
-                f" {size}; set it to a divisor"
-            )
-    heads = kv_heads(config)
-    if heads % tensor and tensor % heads:
-        raise ValueError(
-            f"training.layout.tensor is {tensor} and the model's num_key_value_heads {heads}:"
-            " neither divides the other; set training.layout.tensor to a divisor or a multiple"
-        )
+    refuse_sizes(text, tensor)
     if text.vocab_size < tensor:
         raise ValueError(
             f"training.layout.tensor is {tensor}, but the model has {text.vocab_size} words;"

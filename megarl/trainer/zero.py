@@ -240,7 +240,8 @@ class TrainEngine:
 
     def step(self) -> tuple[float, float]:
         """Take an optimizer step; returns (gradient norm before clipping, learning rate). If the
-        norm is not finite, DeepSpeed has skipped the step. Collective.
+        norm is not finite, DeepSpeed skips the step, but under ZeRO 0 takes it: look for a
+        `broken_gradient` before. Collective.
         """
         self._view.use()
         rate = self.next_rate()

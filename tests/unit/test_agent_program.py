@@ -68,6 +68,10 @@ def test_what_an_agent_gets_and_gives(tmp_path: Path) -> None:
     """
     assert run(tmp_path, scored) == {"reward": 0.5, "steps": 2}
     assert len(run(tmp_path, "print('x' * 3_000_000, end='')").text) == 2**20
+    big = (
+        "try: open('big', 'w').truncate(2**30 + 1)\nexcept OSError as error: print(error.strerror)"
+    )
+    assert run(tmp_path, big).text == "File too large"
 
 
 def test_agents_that_fail(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from support.commands import ROOT, python, write_recipe
 from support.tiny import write_model
 
 from megarl import cli
+from megarl.checkpoints import lease
 from megarl.errors import UserError
 
 PROMPTS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(20)]
@@ -145,7 +146,7 @@ model.tokenizer: nowhere.model -> nowhere.model does not exist
 training.experts.z_coefficient: 0.1
     -> training.experts balances experts, but model type qwen2 has none | leave it out
 training.optimizer.kind: apex -> training.optimizer.kind is 'apex' | set it to 'torch'
-rollout.max_new_tokens: 400 -> longest prompt of the data has 5 tokens
+rollout.max_new_tokens: 253 -> longest prompt of the data has 5 tokens
     | max_position_embeddings of model.path is 256
 /run/metrics.jsonl: "{}\n" -> already holds a run | resume
 /run: "" -> is a file
@@ -375,6 +376,23 @@ environment.rewards: {'FOLDER/mine.py:score': 1.0}, /mine.py: "def other(p, r): 
     -> environment.rewards: | has no function 'score'; set one of: other
 environment.session: FOLDER/mine.py:Game, /mine.py: "class Play: ...\n" -> has no class 'Game' | Play
 algorithm.loss: FOLDER/mine.py:loss, /mine.py: "def loss(:\n" -> algorithm.loss: | SyntaxError
+words: --ranks 2, folder: FOLDER/../held -> held belongs to a run that is still going
+words: --ranks 2 --resume true -> resume is true, but FOLDER/run/checkpoints has no checkpoint
+words: --cpu --resume true -> resume is true, but FOLDER/run/checkpoints has no checkpoint
+words: --ranks 2, prompts.answer_column: gold -> no column 'gold'
+words: --ranks 3, training.layout.tensor: 2 -> tensor 2, which does not divide 3 ranks
+words: --ranks 9, training.layout.data: 9 -> a mini-batch has 8 samples for 9 data ranks
+words: --ranks 3, training.layout.tensor: 3 -> training.layout.tensor is 3 | num_attention_heads = 2
+words: --ranks 2, training.layout.tensor: 2, /model/config.json: {num_key_value_heads: 3}
+    -> training.layout.tensor is 2 and the model's num_key_value_heads 3
+task: sft, training.layout.tensor: 4, words: --ranks 4 -> num_attention_heads = 2
+rollout.engine.tensor: 4 -> rollout.engine.tensor is 4 | num_attention_heads = 2
+rollout.max_new_tokens: 256 -> rollout.max_new_tokens is 256 | max_position_embeddings of model.path
+/model/config.json: null -> there is no file FOLDER/model/config.json
+/model/config.json: "{" -> FOLDER/model/config.json: JSONDecodeError | fetch the model again
+/model/config.json: "[]" -> no JSON object
+/model/model.safetensors: null -> no .safetensors | from_scratch
+model.tokenizer: FOLDER -> holds no tokenizer
 """
 """Rows as those of `CASES`."""
 
@@ -398,13 +416,31 @@ for name, *words in json.loads(sys.argv[1]):
     except BaseException as error:
         print(type(error).__name__, error)
 """
+    owner = lease.take(tmp_path / "held", patience_s=0.0)
     done = python("-c", code, json.dumps(calls), cwd=ROOT)
+    owner.release()
     lines = done.stdout.splitlines()
     assert len(lines) == len(rows), done.stdout + done.stderr
     for number, (line, row) in enumerate(zip(lines, rows, strict=True)):
         says = row.partition(" -> ")[2].replace("FOLDER", str(tmp_path / str(number)))
         check(says, 2, "", line)
         assert line.startswith("UserError "), line
+
+
+@pytest.mark.parametrize("row", [
+    "training.layout.tensor: 3 -> training.layout.tensor is 3 | num_attention_heads = 2",
+    "rollout.engine.tensor: 4 -> rollout.engine.tensor is 4 | num_attention_heads = 2",
+    "algorithm.kl.coefficient: 0.1, reference.zero_stage: 0, training: {precision: bfloat16,"
+    " zero_stage: 2} -> reference.zero_stage is 0 | bfloat16",
+])  # fmt: skip
+def test_a_dry_run_refuses_what_a_start_would(
+    row: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    name, *words = prepare(tmp_path, model, row.partition(" -> ")[0])
+    with pytest.raises(UserError) as refusal:
+        cli.plan([name, *words, "--cpu", "--dry-run"])
+    check(row.partition(" -> ")[2], 2, "", str(refusal.value))
 
 
 def test_checks_load_nothing_heavy(model: Path, tmp_path: Path) -> None:

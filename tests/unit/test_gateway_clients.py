@@ -17,9 +17,11 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from pydantic import ValidationError
 from support.agents import codec_of_characters
 
 from megarl.apps.gateway.agent_kit import AgentKit
+from megarl.apps.gateway.other_forms import Responses
 from megarl.environments.codec import Codec
 from megarl.environments.session import Observation
 from megarl.settings.environments import EnvironmentConfig
@@ -368,6 +370,19 @@ async def test_one_error_of_the_form(codec: Codec, tmp_path: Path) -> None:
                 model="policy", messages=[{"role": "user", "content": "1" * 500}]
             )
         assert raised.value.code == "context_length_exceeded"
+
+
+def test_a_request_is_read_up_to_its_first_wrong_item() -> None:
+    """Each has hundreds of errors; to tell them all for 800 items would take seconds, in which the
+    calls of all other agents wait.
+    """
+
+    def errors(count: int) -> int:
+        with pytest.raises(ValidationError) as found:
+            Responses().read({"model": "policy", "input": [{}] * count})
+        return found.value.error_count()
+
+    assert errors(1) == errors(100) > 100
 
 
 async def test_a_template_without_tools(codec: Codec, tmp_path: Path) -> None:

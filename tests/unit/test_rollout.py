@@ -20,7 +20,7 @@ from support.tiny import groups, write_tokenizer
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.codec import Codec
 from megarl.environments.scoring import Environment, observed
-from megarl.errors import UserError
+from megarl.errors import ProcessLost, UserError
 from megarl.observe.observer import Observer
 from megarl.rollout.attempts import Attempts, request_seed
 from megarl.rollout.batch import assemble, describe
@@ -486,6 +486,27 @@ async def test_an_interrupted_run_ends_after_the_same_step_on_all_ranks() -> Non
     await asyncio.sleep(0)
     await made.interrupt()
     assert await asyncio.gather(*waiting) == [None, None]
+    await made.stop()
+
+
+@pytest.mark.parametrize("interrupts", [True, False])
+async def test_a_failure_does_not_part_ranks_that_share_a_step(interrupts: bool) -> None:
+    """Such as the death of the last engine, during a stop too, for which a rank takes the error:
+    the ranks that have the step would wait in its collectives for the others.
+    """
+    made = service([Engine()], last_step=5, num_data_ranks=2)
+    await made.start()
+    assert await made.take(0, 0) is not None
+    if interrupts:
+        await made.interrupt()
+    await made._waits.fail(ProcessLost("no engine is left"))
+    assert await made.take(0, 1) is not None
+    for rank in range(2):
+        if interrupts:
+            assert await made.take(1, rank) is None
+        else:
+            with pytest.raises(ProcessLost, match="no engine is left"):
+                await made.take(1, rank)
     await made.stop()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import ROOT, python, write_recipe
+from support.commands import ROOT, python, write_recipe, write_rows
 
 from megarl import cli
 from megarl.apps.launch import run_words
@@ -36,7 +36,8 @@ HERE = "this process"
 
 @pytest.fixture(autouse=True)
 def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without GPUs, outside of Slurm and torchrun."""
+    """A machine without GPUs, outside of Slurm and torchrun; files of recipes need not be there."""
+    monkeypatch.setattr(run_words, "check_named_files", lambda config: None)
     for name in ("RANK", "SLURM_JOB_ID", "CUDA_VISIBLE_DEVICES", "MEGARL_DEVICE", SHUTDOWN):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(run_words, "driver_gpus", list)
@@ -257,8 +258,9 @@ def test_a_recipe_is_read_once_for_all_processes(
     assert launched.steps == 7 and config.HANDED not in os.environ, "only the rank itself"
 
 
-def test_it_is_decided_without_torch(write: Write) -> None:
-    path = write(**layout(data=2))
+def test_it_is_decided_without_torch(write: Write, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "1", "response": "2"}])
+    path = write(**layout(data=2), demonstrations={"source": rows})
     code = (
         f"import json, sys\nfrom megarl import cli\ncli.plan(['run', {path!r}])\n"
         "print(json.dumps([m for m in ('torch', 'ray', 'transformers') if m in sys.modules]))"

@@ -445,6 +445,52 @@ for send in (os.kill, signal.pthread_kill):
     assert done.stdout.startswith("refused\n") and "sent" not in done.stdout, done.stderr
 
 
+ROOT_ONLY = pytest.mark.skipif(
+    not (IS_ROOT and SYSTEM_PYTHON), reason="needs root and a Python that all may run"
+)
+
+
+def without(capability: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """A Python of root that has not this capability, such as root in a container."""
+    as_less = ["setpriv", f"--bounding-set=-{capability}", f"--inh-caps=-{capability}"]
+    command = [*as_less, sys.executable, "-c", *words]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+@ROOT_ONLY
+@pytest.mark.parametrize("capability", ["chown", "setuid", "kill"])
+def test_root_that_may_not_start_programs_is_one_line(capability: str) -> None:
+    script = """
+from megarl.apps.verifiers.code.sandbox import Sandbox
+from megarl.settings.code import CodeConfig
+try: Sandbox(CodeConfig())
+except ValueError as error: print(error)
+"""
+    done = without(capability, script)
+    assert "Traceback" not in done.stderr and done.stdout.count("\n") == 1, done.stderr
+    assert f"lacks the capabilities ['{capability.upper()}']" in done.stdout
+
+
+@ROOT_ONLY
+def test_a_program_of_root_reaches_its_home_below_a_closed_folder(tmp_path: Path) -> None:
+    """As the run's folder is, without the capability to read all, which Docker does not give."""
+    script = """
+import sys, tempfile
+from megarl.apps.verifiers.code.sandbox import Sandbox
+from megarl.settings.code import CodeConfig
+tempfile.tempdir = sys.argv[1]
+made = Sandbox(CodeConfig(interpreter=(sys.argv[2], "-I", "-S")))
+program = "import os, tempfile\\nfile = tempfile.NamedTemporaryFile()\\n"
+program += "print(sorted(os.listdir(os.environ['HOME'])) == ['program', os.path.basename(file.name)])"
+print(made.run("stdin", program, [""], total_s=8.0))
+made.close()
+"""
+    tmp_path.chmod(0o700)
+    done = without("dac_read_search", script, str(tmp_path), str(SYSTEM_PYTHON))
+    assert done.stdout == "[{'status': 'ok', 'output': 'True\\n'}]\n", done.stdout + done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 @NEEDS_PYTHON
 def test_limits_alone(tmp_path: Path) -> None:
     """`sandbox: rlimits` bounds memory, time and processes; it hides no file."""
@@ -510,11 +556,11 @@ def test_a_sandbox_whose_server_is_killed_leaves_no_program() -> None:
         assert len(seen) >= 4 and not any(one.is_running() for one in seen)
 
 
-@pytest.mark.skipif(
-    not (IS_ROOT and SYSTEM_PYTHON), reason="needs root and a Python that all may run"
-)
+@ROOT_ONLY
 def test_an_ordinary_user_is_protected_in_the_same_way(tmp_path: Path) -> None:
     """Without root the programs have the user's own id, and no other."""
+    own = tempfile.NamedTemporaryFile(dir="/tmp")  # noqa: SIM115 - closed with this test
+    os.chown(own.name, 1000, 1000)
     programs = {
         "right": "print(input())",
         "bomb": BOMB,
@@ -524,6 +570,8 @@ def test_an_ordinary_user_is_protected_in_the_same_way(tmp_path: Path) -> None:
         "first": "open('/proc/1/mem', 'rb').read(1)",
         "write": f"open({str(tmp_path)!r} + '/x', 'w')",
         "daemon": DAEMON,
+        "mode": f"import os\nos.chmod({own.name!r}, 0)",
+        "times": f"import os\nos.utime({own.name!r}, (1, 1))",
     }  # fmt: skip
     settings = CodeConfig(time_limit_s=2.0, memory_mib=128, processes=8)
     script = f"""
@@ -549,5 +597,7 @@ print(json.dumps(found))
     assert found["bomb"] == ["ok", "stopped\n"]
     assert found["daemon"] == ["ok", "left\n"]
     assert found["kill"][0] == "ok"
-    assert {found[name][0] for name in ("home", "memory", "first", "write")} == {"failed"}
+    attacks = ("home", "memory", "first", "write", "mode", "times")
+    assert {found[name][0] for name in attacks} == {"failed"}
+    assert os.stat(own.name).st_mode & 0o777 == 0o600 and os.stat(own.name).st_mtime > 1
     assert not list(tmp_path.iterdir())

@@ -37,12 +37,15 @@ REMOVE_WITHIN_S = 1.0
 """Seconds that the removal of an agent's folder is waited for."""
 NETWORK_SINCE = 4
 """First version of Landlock that can restrict TCP connections (Linux 6.7)."""
-STARTER = """import json, os, sys
+STARTER = """import json, os, resource, sys
 sys.path.insert(0, sys.argv[1])
 from megarl.environments.descendants import oversee
 from megarl.environments.isolation import cover, enter_own_domain, filter_calls, has_filters
 parent, port, folder, *command = sys.argv[2:]
 def begin():
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]  # a lower one is kept
+    most = min(hard if hard >= 0 else 2**30, 2**30)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     if port == "0":
         enter_own_domain()
     elif port != "none":
@@ -56,7 +59,8 @@ def begin():
         filter_calls(alone=port != "0")
     os.execvp(command[0], command)
 oversee(int(parent), begin)"""
-"""Program that starts the agent and stays above it, out of its reach: arguments are where megarl
+"""Program that starts the agent, whose files have at most 1 GiB each, and stays above it, out of
+its reach: arguments are where megarl
 lies, the id of its parent process, the only port that the agent may connect to (0: no rules of
 networks and files; "none": no domain), its folder, where hidden.json has what it cannot read, and
 the agent's command."""

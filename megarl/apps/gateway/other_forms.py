@@ -8,8 +8,10 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, get_args
 
+from pydantic import FailFast
+from typing_extensions import TypeAliasType
 from vllm.entrypoints.anthropic.protocol import (
     AnthropicCountTokensRequest,
     AnthropicMessagesRequest,
@@ -194,6 +196,19 @@ def _text_again(arguments: str) -> str:
     return encode_custom_tool_input(decode_custom_tool_input(arguments))
 
 
+Items = TypeAliasType(
+    "Items", Annotated[get_args(ResponsesRequest.model_fields["input"].annotation)[1], FailFast()]
+)
+
+
+class WholeConversation(ResponsesRequest):
+    """A request that is read up to its first wrong item. Each such item has hundreds of errors, for
+    all types that it might be.
+    """
+
+    input: str | Items
+
+
 class Responses(OpenAIForm):
     """OpenAI's /v1/responses, for conversations that the agent sends whole."""
 
@@ -221,7 +236,7 @@ class Responses(OpenAIForm):
         known = {k: v for k, v in body.items() if k not in self.IDLE} | {"tools": functions}
         if isinstance(items := body.get("input"), list):
             known["input"] = [_plain_item(item) for item in items]
-        request = ResponsesRequest.model_validate(known)
+        request = WholeConversation.model_validate(known)
         refuse_settings(request)
         if request.text and request.text.format and request.text.format.type != "text":
             raise unsupported("text.format", REFUSED["response_format"])

@@ -34,9 +34,10 @@ from megarl.apps.launch.launch_plan import (
 from megarl.apps.launch.launch_run import Launcher, announce
 from megarl.apps.launch.slurm import allocated_hosts, requeue, srun
 from megarl.checkpoints.run_folder import plan_folder
+from megarl.data.hub import read_model_folder
 from megarl.parallel.devices import are_hidden, driver_gpus
 from megarl.parallel.launcher import free_port
-from megarl.run.named_files import check_named_files
+from megarl.run.named_files import check_named_files, check_sizes
 from megarl.settings.config import AnyConfig, RunConfig, handed
 from megarl.settings.recipe_paths import recipe_path
 from megarl.settings.schema import require
@@ -59,15 +60,20 @@ def planned(config: AnyConfig, options: Options) -> Callable[[], int]:
         refuse_requeue(config, options)
     plan = make_launch_plan(config, options)
     gpus = find_gpus(plan, options, num_nodes)
+    elsewhere = hosts[0].split(".")[0] != own.split(".")[0]
+    if not (options.dry_run or elsewhere):
+        with plan_folder(config, starts=False):  # rank 0 takes it
+            check_named_files(config)
     if isinstance(config, RunConfig):
         refuse_placement(config, plan, gpus)
+        if options.dry_run:
+            check_models(config, plan, gpus)
     by_us = not is_named or num_nodes == 1
     at = addresses(options, hosts) if by_us else Addresses(ray_port=options.port or RAY_PORT)
     started = processes(plan, gpus, options, at)
     facts = {"recipe": str(recipe_path(options.recipe).resolve()), "folder": config.folder}
     facts |= {"host": " ".join(hosts), "python": sys.executable}
     facts |= {"overrides": " ".join(options.overrides)} if options.overrides else {}
-    elsewhere = hosts[0].split(".")[0] != own.split(".")[0]
     there = srun(hosts[0], [sys.executable, "-m", "megarl", "run", *options.words])
     facts |= {"started from": str(ProgramCommand({}, there))} if elsewhere else {}
     # Imported here: the parameter tables import torch, and a mistake is told without it.
@@ -80,8 +86,6 @@ def planned(config: AnyConfig, options: Options) -> Callable[[], int]:
     if elsewhere:
         announce(f"this is not the allocation's first host; going to {hosts[0]}")
         return lambda: os.execvp(there[0], there)  # noqa: S606 - srun itself, no shell
-    with plan_folder(config, starts=False):  # rank 0 takes it
-        check_named_files(config)
     print(text, file=sys.stderr, flush=True)
     job, restarts = (os.environ.get(f"SLURM_{name}", "") for name in ("JOB_ID", "RESTART_COUNT"))
     logs = Path(config.folder, "logs", f"{job}-{restarts or 0}" if job else "launch")
@@ -140,6 +144,27 @@ def refuse_placement(config: RunConfig, plan: LaunchPlan, gpus: Gpus) -> None:
         shares_gpus=not gpus.on_cpu,
         started=False,
     )
+
+
+def check_models(config: RunConfig, plan: LaunchPlan, gpus: Gpus) -> None:
+    """Raise `ValueError` as a start would if a model does not suit the recipe or the policy. Sizes
+    are checked of folders that are here; models beside the policy if all have their weights, and
+    this process has a device like the ranks'.
+    """
+    from megarl.parallel.mesh import local_device  # imported here: as in `refuse_placement`
+    from megarl.trainer.model_config import load_model_config
+    from megarl.trainer.plan import plan_role
+
+    models = [config.model, *(role.model for role in config.other_roles.values())]
+    folders = [Path(model.path) for model in models if model.path]
+    if folders[0].is_dir():
+        tree = read_model_folder(config.model.path, "model.path")
+        check_sizes(config, tree, trains=True)
+    are_whole = all(any(folder.glob("*.safetensors")) for folder in folders)
+    if are_whole and gpus.on_cpu == (local_device().type == "cpu"):
+        hf = load_model_config(config.model)
+        for name in config.other_roles:
+            plan_role(name, config, hf, plan.roles["policy"])
 
 
 def addresses(options: Options, hosts: Sequence[str]) -> Addresses:

@@ -12,13 +12,16 @@ import os
 from collections.abc import Callable
 
 from megarl.apps.launch.launch_plan import fewest_ranks, shared_ranks
+from megarl.checkpoints.run_folder import plan_folder
 from megarl.parallel import launcher
 from megarl.parallel.devices import are_hidden, driver_gpus
+from megarl.run.named_files import check_named_files
 from megarl.settings.config import AnyConfig, handed
 from megarl.settings.schema import require
 from megarl.system.console import Options, say
 from megarl.system.lookup import load
 from megarl.system.signals import SHUTDOWN, SHUTDOWN_S
+from megarl.trainer.role_placement import plan_ranks
 
 PLACEMENT = ("port", "nodes", "gpus_per_node", "cpu", "dry_run", "requeue")
 """Options of `megarl run` with which Ray and ranks are placed on GPUs and nodes."""
@@ -66,6 +69,10 @@ def other_processes(name: str, options: Options, config: AnyConfig) -> Callable[
         return load("megarl.apps.launch.launch:planned")(config, options)
     if is_one:
         return None
+    plan_ranks(config, options.ranks or 1)
+    with plan_folder(config, starts=False):  # rank 0 takes it
+        if places:
+            check_named_files(config)
     words = ["--nproc-per-node", str(options.ranks), *_patience(config), "-m", "megarl", name]
     words += [options.words[0], *options.overrides]
     run_agent = "megarl.parallel.torchrun:run_agent"

@@ -81,7 +81,7 @@ def check_replay(config: RunConfig, ranks: int | None = None) -> RunInputs:
     from megarl.run.plan import find_checkpoint
     from megarl.trainer import plan
     from megarl.trainer.context import RunInputs, trained_roles
-    from megarl.trainer.role_placement import RolePlace, policy_ranks
+    from megarl.trainer.role_placement import plan_ranks
 
     run = Path(config.replay.run)
     require(
@@ -89,8 +89,8 @@ def check_replay(config: RunConfig, ranks: int | None = None) -> RunInputs:
         f"folder is {config.folder}, the run that is replayed; set another one, or none",
     )
     num_ranks = count_ranks(ranks)
-    members = policy_ranks(config, num_ranks)
-    layout = plan.plan_layout(config.training, len(members))
+    policy = plan_ranks(config, num_ranks)
+    members, layout = policy.ranks, policy.layout
     data_ranks = refuse_gaps(run, steps_to_replay(config))
     require(
         layout.data == data_ranks,
@@ -100,8 +100,7 @@ def check_replay(config: RunConfig, ranks: int | None = None) -> RunInputs:
     )
     tokenizer, hf = plan.plan_model(config.model)
     plan.plan_training(config, tokenizer, hf)
-    policy, names = RolePlace(members, layout), config.other_roles
-    roles = {name: plan.plan_role(name, config, hf, policy) for name in names}
+    roles = {name: plan.plan_role(name, config, hf, policy) for name in config.other_roles}
     found = find_checkpoint(config, layout, "", trained_roles(config, roles))
     stops = plan.stop_tokens(tokenizer, config.model, hf)
     return RunInputs(

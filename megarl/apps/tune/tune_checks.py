@@ -33,14 +33,13 @@ from megarl.trainer.heads import HeadName
 from megarl.trainer.plan import (
     check_cut,
     check_positions,
-    plan_layout,
     plan_model,
     plan_other_model,
     plan_role,
     plan_training,
     stop_tokens,
 )
-from megarl.trainer.role_placement import RolePlace
+from megarl.trainer.role_placement import RolePlace, plan_ranks
 
 
 def check_sft(config: SftConfig, ranks: int | None = None) -> RunInputs:
@@ -97,7 +96,7 @@ def check_supervised(config: SupervisedConfig, ranks: int | None) -> RunInputs:
         section, load = "demonstrations", load_demonstrations
     elif isinstance(config, PreferenceConfig):
         load = partial(load_preferences, single=config.loss.method == "kto")
-    layout = plan_layout(config.training, launcher.count_ranks(ranks))
+    layout = plan_ranks(config, launcher.count_ranks(ranks)).layout
     require(
         config.samples_per_step >= layout.data,
         f"samples_per_step is {config.samples_per_step} for {layout.data} data ranks; raise it",

@@ -41,6 +41,7 @@ from megarl.environments.descendants import (
 )
 from megarl.environments.isolation import (
     NEVER,
+    READ_ANY,
     SCOPES_SINCE,
     Rules,
     become_user,
@@ -49,6 +50,7 @@ from megarl.environments.isolation import (
     filter_calls,
     has_filters,
     landlock_version,
+    own_capabilities,
 )
 from megarl.system.files import remove_folder
 
@@ -72,6 +74,8 @@ FILES_SINCE = 3
 USERS, NOBODY = 2 * 10**9, 65534
 """User ids of the programs of root: its own for each server, by the server's process id, or nobody
 where a container has no such users."""
+AS_OTHERS = {"CHOWN": 0, "DAC_OVERRIDE": 1, "KILL": 5, "SETGID": 6, "SETUID": 7}
+"""Capabilities with which root runs programs as another user, and ends and removes them."""
 NOT_STARTED = 127
 CALLS: Rules = {
     # name: (number on x86_64, number on aarch64, never)
@@ -106,6 +110,17 @@ SIGNALS: Rules = {
     "pidfd_send_signal": (424, 424, NEVER),
 }
 """Those too where Landlock does not keep signals inside."""
+OF_OWN_USER: Rules = {
+    "chmod": (90, 53, NEVER),
+    "fchmod": (91, 52, NEVER),
+    "fchmodat": (268, 53, NEVER),
+    "fchmodat2": (452, 452, NEVER),
+    "utime": (132, 88, NEVER),
+    "utimes": (235, 88, NEVER),
+    "futimesat": (261, 88, NEVER),
+    "utimensat": (280, 88, NEVER),
+}
+"""Those too where the programs' user has other files; Landlock has no rules for these."""
 
 
 def main() -> None:
@@ -229,7 +244,7 @@ class Programs:
         for the programs' own} and the limits of `CodeConfig`.
         """
         self.setup = setup
-        self.folder = os.path.join(setup["folder"], "box")
+        self.folder = self.home = os.path.join(setup["folder"], "box")
         self.null = os.open(os.devnull, os.O_RDWR)
         self.user = os.getuid()
         """User id of the programs."""
@@ -248,14 +263,21 @@ class Programs:
                 " rlimits or none, with which programs can read files and use the network"
             )
         is_other = mode != "none" and self.user == 0
+        lacking = [name for name, bit in AS_OTHERS.items() if not own_capabilities()[0] >> bit & 1]
+        if is_other and lacking:
+            return (
+                f"root runs programs as another user, and lacks the capabilities {lacking} for it;"
+                " start the container with them, or megarl as another user than root"
+            )
         command, null = self.setup["command"], self.null
         for user in (USERS + os.getpid(), NOBODY) if is_other else (self.user,):
             self.user = user
-            handle = self.start([*command, self.fresh("")], 1.0, null, null, null)
-            ended = os.waitid(os.P_PIDFD, handle, os.WEXITED)
-            os.close(handle)
-            if ended is None or ended.si_status != NOT_STARTED:
-                return ""
+            with contextlib.suppress(OSError):  # there may be no such user
+                handle = self.start([*command, self.fresh("")], 1.0, null, null, null)
+                ended = os.waitid(os.P_PIDFD, handle, os.WEXITED)
+                os.close(handle)
+                if ended is None or ended.si_status != NOT_STARTED:
+                    return ""
         return (
             f"programs run as the user {self.user}, who may not run {command[0]}; set"
             " environment.code.interpreter to one that all users may run"
@@ -272,8 +294,13 @@ class Programs:
         with open(path, "w", encoding="utf-8", errors="surrogatepass") as file:
             file.write(program)
         os.chmod(path, 0o444)
-        os.chown(self.folder, self.user, self.user if self.user != os.getuid() else -1)
-        return PROGRAM
+        is_other = self.user != os.getuid()
+        os.chown(self.folder, self.user, self.user if is_other else -1)
+        reads_any = self.setup["sandbox"] == "auto" and own_capabilities()[0] >> READ_ANY & 1
+        if not is_other or reads_any:
+            return PROGRAM
+        self.home = "/proc/self/cwd"  # which passes the run's folder above
+        return f"{self.home}/{PROGRAM}"
 
     def start(self, command: list[str] | Callable[[], None], limit_s: float, *wiring: int) -> int:
         """Start a program, `command`, in the folder under all limits, or call a function in a
@@ -294,7 +321,7 @@ class Programs:
                 command()
             else:
                 paths = "/usr/local/bin:/usr/bin:/bin"
-                own = {"HOME": self.folder, "TMPDIR": self.folder}
+                own = {"HOME": self.home, "TMPDIR": self.home}
                 variables = {"PATH": paths, "LANG": "C.UTF-8"} | own
                 os.execve(command[0], command, variables)  # noqa: S606 - there is no shell
         finally:
@@ -302,7 +329,7 @@ class Programs:
 
     def _confine(self, wiring: Sequence[int], limit_s: float) -> None:
         """Give this process its descriptors, domain, limits, user and system call filter."""
-        is_guarded = self.setup["sandbox"] == "auto"
+        is_guarded, is_other = self.setup["sandbox"] == "auto", self.user != os.getuid()
         os.setsid()
         os.chdir(self.folder)
         # First to numbers beyond those that are overwritten
@@ -314,12 +341,12 @@ class Programs:
             self._set_limits(limit_s)
         if is_guarded:
             enter_own_domain(folder=self.folder, visible=self.setup["visible"])
-        if self.user != os.getuid():
+        if is_other:
             become_user(self.user, reads_any=is_guarded)
         call_libc("prctl", SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
         if is_guarded:
-            has_scopes = landlock_version() >= SCOPES_SINCE
-            filter_calls(alone=True, more=CALLS if has_scopes else CALLS | SIGNALS)
+            signals = {} if landlock_version() >= SCOPES_SINCE else SIGNALS
+            filter_calls(alone=True, more=CALLS | signals | ({} if is_other else OF_OWN_USER))
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # ignored by Python, not by its children
             signal.signal(number, signal.SIG_DFL)
 
