@@ -1,16 +1,17 @@
 """Checks a bundle of tools/pack_gpu.py and makes a Python environment of it. Needs no package.
 
-    python unpack_gpu.py TARGET [--any-gpu]        TARGET/bin/python runs megarl
+    python unpack_gpu.py TARGET [--any-gpu]                      then TARGET/bin/python runs megarl
 
-The GPU, its driver, the version of Python and the digest of every part are checked first; --any-gpu
-leaves out the first two, for login nodes and for CUDA's compatibility package.
+The version of Python, the GPU, its driver and the digest of every part are checked first; --any-gpu
+asks for no GPU, for login nodes and for CUDA's compatibility package.
 """
 
 from __future__ import annotations
 
+import argparse
+import gzip
 import hashlib
 import json
-import lzma
 import os
 import subprocess
 import sys
@@ -24,40 +25,36 @@ from typing import Any
 BUNDLE = Path(__file__).resolve().parent
 
 
-def gpu_fault(bundle: dict[str, Any]) -> str:
-    """Why this machine's first GPU cannot run the bundle; "" if it can."""
+def refuse(problem: str) -> None:
+    sys.exit(f"unpack_gpu.py: {problem}")
+
+
+def check_gpu(needed: str, oldest_driver: int) -> None:
+    """Refuse a first GPU of another compute capability, and an old driver."""
     query = ["nvidia-smi", "--query-gpu=name,compute_cap,driver_version", "--format=csv,noheader"]
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True)
-        name, capability, driver = answer.stdout.splitlines()[0].split(", ")
-    except (OSError, subprocess.SubprocessError, IndexError, ValueError):
-        return "nvidia-smi finds no GPU here; --any-gpu unpacks without one"
-    if capability != bundle["capability"]:
-        return (
-            f"the bundle is for compute capability {bundle['capability']}, and {name} has"
-            f" {capability}; make one for it with tools/pack_gpu.py"
-        )
-    if int(driver.split(".")[0]) < bundle["driver"]:
-        return (
-            f"the driver is {driver}, and the bundle needs {bundle['driver']} or newer; update it,"
-            " or put CUDA's compatibility package on LD_LIBRARY_PATH and use --any-gpu"
-        )
-    return ""
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=60).stdout
+        name, capability, driver = answer.split("\n")[0].split(", ")
+    except (OSError, subprocess.TimeoutExpired, ValueError):
+        sys.exit("unpack_gpu.py: nvidia-smi finds no GPU; --any-gpu unpacks without one")
+    if capability != needed:
+        refuse(f"{name} has compute capability {capability}; the bundle is for {needed}: make one")
+    if int(driver.split(".")[0]) < oldest_driver:
+        refuse(f"the driver is {driver}, and the bundle needs {oldest_driver} or newer; update it")
 
 
 def part_fault(part: dict[str, Any]) -> str:
     """What is wrong with a part's file; "" if nothing is."""
     path = BUNDLE / part["name"]
-    if not path.is_file():
-        return f"{path.name} is missing"
-    right = hashlib.sha256(path.read_bytes()).hexdigest() == part["sha256"]
-    return "" if right else f"{path.name} is damaged"
+    if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == part["sha256"]:
+        return ""
+    return f"{path.name} is {'damaged' if path.is_file() else 'missing'}"
 
 
 def write(target: Path, files: list[Any], part: dict[str, Any]) -> None:
     """Write the bytes that a part holds to their files, which exist in full size."""
     position, end = 0, part["start"] + part["size"]
-    with lzma.open(BUNDLE / part["name"]) as stream:
+    with gzip.open(BUNDLE / part["name"]) as stream:
         for path, _, _, pieces in files:
             for offset, length in pieces:
                 first, last = max(position, part["start"]), min(position + length, end)
@@ -69,44 +66,30 @@ def write(target: Path, files: list[Any], part: dict[str, Any]) -> None:
                 position += length
 
 
-def fault(bundle: dict[str, Any], target: Path, *, any_gpu: bool) -> str:
-    """Why the bundle cannot be unpacked here; "" if it can."""
-    if target.exists():
-        return f"{target} exists; remove it, or name another folder"
-    if sysconfig.get_python_version() != bundle["python"]:
-        return (
-            f"the bundle is for Python {bundle['python']}, and this is Python"
-            f" {sysconfig.get_python_version()}; use the other, or make one with --python"
-        )
-    if not any_gpu and (problem := gpu_fault(bundle)):
-        return problem
-    with ThreadPoolExecutor() as pool:
-        problems = list(filter(None, pool.map(part_fault, bundle["parts"])))
-    return f"{', '.join(problems)}; copy again" if problems else ""
-
-
-def main(arguments: list[str]) -> int:
-    """Exit code 2, after one line, for whatever is wrong."""
-    any_gpu = "--any-gpu" in arguments
-    names = [argument for argument in arguments if argument != "--any-gpu"]
-    if len(names) != 1:
-        print("unpack_gpu.py: name one folder: python unpack_gpu.py TARGET", file=sys.stderr)
-        return 2
-    begun, target = time.monotonic(), Path(names[0])
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("target", type=Path)
+    parser.add_argument("--any-gpu", action="store_true")
+    options = parser.parse_args()
+    begun, target = time.monotonic(), options.target
     bundle = json.loads((BUNDLE / "bundle.json").read_text())
-    if problem := fault(bundle, target, any_gpu=any_gpu):
-        print(f"unpack_gpu.py: {problem}", file=sys.stderr)
-        return 2
-    venv.create(target, symlinks=True)
-    for path, size, mode, _ in bundle["files"]:
-        (target / path).parent.mkdir(parents=True, exist_ok=True)
-        (target / path).touch(mode)
-        os.truncate(target / path, size)
+    if target.exists():
+        refuse(f"{target} exists; remove it, or name another folder")
+    if (here := sysconfig.get_python_version()) != bundle["python"]:
+        refuse(f"this is Python {here}; call it with Python {bundle['python']}, as in the bundle")
+    if not options.any_gpu:
+        check_gpu(bundle["capability"], bundle["driver"])
     with ThreadPoolExecutor() as pool:
+        if faults := ", ".join(filter(None, pool.map(part_fault, bundle["parts"]))):
+            refuse(f"{faults}; copy again")
+        venv.create(target, symlinks=True)
+        for path, size, mode, _ in bundle["files"]:
+            (target / path).parent.mkdir(parents=True, exist_ok=True)
+            (target / path).touch(mode)
+            os.truncate(target / path, size)
         list(pool.map(lambda part: write(target, bundle["files"], part), bundle["parts"]))
     print(f"{len(bundle['files'])} files in {time.monotonic() - begun:.0f} s: {target}/bin/python")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()
