@@ -1,6 +1,7 @@
 """Makes a bundle of the packages for CUDA, for one type of GPU and machines without a network.
 
     python tools/pack_gpu.py --gpu h200 [--python 3.12] [--wheels FOLDER] [--out FOLDER] [--part 60]
+                             [--level 6]
 
 The wheels of the lock are downloaded, unless --wheels names a folder that has them. Machine code
 for other GPUs is left out, and so is what megarl never imports (tools/pack_gpu.toml). FOLDER gets
@@ -35,8 +36,6 @@ GPUS = {"a100": 80, "l40s": 89, "h100": 90, "h200": 90, "b200": 100, "b300": 103
 """{name: compute capability, times ten}"""
 BLOCK = 1 << 24
 """Bytes that are compressed at once."""
-LEVEL = 4
-"""Of gzip, which unpacks several times faster than xz."""
 FATBIN = struct.pack("<IHH", 0xBA55ED50, 1, 16)
 """How a container of machine code for several GPUs begins; its size follows."""
 PTX, CUBIN = 1, 2
@@ -130,7 +129,7 @@ def select(root: Path, gpu: int) -> tuple[list[Any], Counter[str], int]:
     files, left, usable = [], Counter[str](), 0
     for path in sorted(path for path in root.rglob("*") if path.is_file()):
         name, size = str(path.relative_to(root)), path.stat().st_size
-        inside = name.partition("/site-packages/")[2]
+        inside = name.partition("/site-packages/")[2] or name
         for reason, patterns in reasons.items():
             if any(fnmatch(inside, pattern) for pattern in patterns):
                 left[f"{inside.split('/')[0]}: {reason}"] += size
@@ -161,12 +160,17 @@ def blocks(root: Path, files: Iterable[Any]) -> Iterator[bytes]:
     yield bytes(block)
 
 
-def write_parts(out: Path, packed: Iterable[bytes], limit: float) -> list[dict[str, Any]]:
-    """Write blocks, compressed one by one, to parts of at most `limit` bytes."""
+def write_parts(
+    out: Path, packed: Iterable[bytes], limit: float, level: int
+) -> list[dict[str, Any]]:
+    """Write blocks, compressed one by one, to parts of at most `limit` bytes. Machine code of GPUs
+    is compressed already, and is stored as it is.
+    """
     parts: list[dict[str, Any]] = []
     start, room = 0, 0.0
     for block in packed:
-        data = gzip.compress(block, LEVEL)
+        sample = block[:65536]
+        data = gzip.compress(block, level if len(gzip.compress(sample, 1)) < 62000 else 0)
         if len(data) > room:
             parts.append({"name": f"part-{len(parts):03}.gz", "start": start, "size": 0})
             room = limit
@@ -185,6 +189,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--python", default=sysconfig.get_python_version(), metavar="VERSION")
     parser.add_argument("--wheels", type=Path, help="folder of wheels; nothing is downloaded")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu_bundle")
+    parser.add_argument("--level", type=int, default=6, help="of gzip, 1 (fast) to 9")
     parser.add_argument("--part", type=float, default=60, help="MB of a part at most")
     options = parser.parse_args(arguments)
     gpu, out, version = GPUS[options.gpu], options.out, options.python
@@ -204,7 +209,7 @@ def main(arguments: list[str] | None = None) -> None:
         if not usable:
             refuse(f"no wheel has code for compute capability {gpu / 10}; is torch one for CUDA?")
         out.mkdir(parents=True)
-        parts = write_parts(out, blocks(root, files), options.part * 1e6)
+        parts = write_parts(out, blocks(root, files), options.part * 1e6, options.level)
     lines = (f"{size:>14,}  {what}\n" for what, size in left.most_common())
     (out / "left_out.txt").write_text(f"{left.total():>14,}  in all\n{''.join(lines)}")
     needs = (ROOT / "launch" / "requirements-cuda.txt").read_text()
