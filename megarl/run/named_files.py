@@ -72,7 +72,7 @@ def check_sizes(config: AnyConfig, tree: dict[str, Any], *, trains: bool) -> Non
     or has under another name is left to the whole checks.
     """
     with contextlib.suppress(AttributeError, TypeError):
-        text = SimpleNamespace(**(tree.get("text_config") or tree))
+        text: Any = SimpleNamespace(**(tree.get("text_config") or tree))
         text.get_text_config = lambda: text
         if trains:
             refuse_sizes(text, config.training.layout.tensor)

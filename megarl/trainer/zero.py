@@ -318,7 +318,8 @@ class TrainEngine:
         all_reduce(squares[2:], self.mesh.experts)
         norm, largest = float(squares.sum().sqrt()), self.config.optimizer.clip_norm
         if 0 < largest < norm < math.inf:
-            torch._foreach_mul_(gradients, largest / (norm + 1e-6))
+            for gradient in gradients:
+                gradient.mul_(largest / (norm + 1e-6))
         return norm
 
     def full_score_weight(self) -> torch.Tensor:

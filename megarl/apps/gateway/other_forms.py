@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, get_args
 
-from pydantic import FailFast
+from pydantic import FailFast, create_model
 from typing_extensions import TypeAliasType
 from vllm.entrypoints.anthropic.protocol import (
     AnthropicCountTokensRequest,
@@ -196,17 +196,14 @@ def _text_again(arguments: str) -> str:
     return encode_custom_tool_input(decode_custom_tool_input(arguments))
 
 
-Items = TypeAliasType(
-    "Items", Annotated[get_args(ResponsesRequest.model_fields["input"].annotation)[1], FailFast()]
+ITEMS = get_args(ResponsesRequest.model_fields["input"].annotation)[1]
+WholeConversation: Any = create_model(
+    "WholeConversation",
+    __base__=ResponsesRequest,
+    input=(str | TypeAliasType("Items", Annotated[ITEMS, FailFast()]), ...),
 )
-
-
-class WholeConversation(ResponsesRequest):
-    """A request that is read up to its first wrong item. Each such item has hundreds of errors, for
-    all types that it might be.
-    """
-
-    input: str | Items
+"""A request that is read up to its first wrong item. Each such item has hundreds of errors, for all
+types that it might be."""
 
 
 class Responses(OpenAIForm):
