@@ -2,7 +2,7 @@
 fresh model does.
 
 Four ranks train (data 2 x tensor 2) under ZeRO 3 and 1; an engine of tensor 2 and two engines of
-tensor 1 take their weights.
+tensor 1, or one of tensor 4, take their weights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ TOPOLOGIES = ((1, 2), (2, 1))
 """(engines, tensor ranks of each)."""
 
 
-def publishes(folder: str, transports: list[str], zero_stage: int) -> list[dict[str, Any]]:
+def publishes(
+    folder: str, topologies: tuple[tuple[int, int], ...], transports: list[str], zero_stage: int
+) -> list[dict[str, Any]]:
     """Train and publish in turns, on every rank; rank 0 returns what engines and a fresh model
     compute after each publish.
     """
@@ -45,7 +47,12 @@ def publishes(folder: str, transports: list[str], zero_stage: int) -> list[dict[
     from megarl.rollout.ray_cluster import Cluster
     from megarl.settings.objectives import AlgorithmConfig
     from megarl.settings.rollout import EngineConfig
-    from megarl.settings.training import ModelConfig, OptimizerConfig, TrainingConfig
+    from megarl.settings.training import (
+        ExpertsConfig,
+        ModelConfig,
+        OptimizerConfig,
+        TrainingConfig,
+    )
     from megarl.settings.weight_sync import WeightSyncConfig
     from megarl.system.process_env import own_cluster_token, prepare_environment
     from megarl.types import Samples
@@ -64,19 +71,21 @@ def publishes(folder: str, transports: list[str], zero_stage: int) -> list[dict[
         if config.model_type in MIXTURES:
             layout = Layout(data=2, tensor=2, expert=2)
         mesh = stack.enter_context(ProcessMesh(layout, timeout_s=240))
-        engines: list[Any] = [None] * len(TOPOLOGIES)
+        engines: list[Any] = [None] * len(topologies)
         if mesh.rank == 0:
             cluster = stack.enter_context(
                 Cluster(namespace=f"test-{os.getpid()}", token=own_cluster_token())
             )
             engines = [
                 engines_in(cluster, Path(folder), EngineConfig(tensor=tensor), 64, count=count)
-                for count, tensor in TOPOLOGIES
+                for count, tensor in topologies
             ]
         policy = Policy(
             model=ModelConfig(path=folder),
             training=TrainingConfig(
-                zero_stage=zero_stage, optimizer=OptimizerConfig(learning_rate=3e-2)
+                zero_stage=zero_stage,
+                optimizer=OptimizerConfig(learning_rate=3e-2),
+                experts=ExpertsConfig(bias_rate=0.1 * (config.model_type == "glm4_moe")),
             ),
             algorithm=AlgorithmConfig(),
             temperature=1.0,
@@ -86,7 +95,7 @@ def publishes(folder: str, transports: list[str], zero_stage: int) -> list[dict[
             seed=1,
         )
         stack.callback(policy.engine.destroy)
-        for (count, tensor), group, transport in zip(TOPOLOGIES, engines, transports, strict=True):
+        for (count, tensor), group, transport in zip(topologies, engines, transports, strict=True):
             if group is not None:
                 group.wait()
             table = recorded_table(folder, config.to_dict(), tensor, on_cpu=True)
@@ -150,6 +159,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
         ("mixtral", "intermediate_size"),
     )
 }
+OF_TENSOR_4 = MIXTURES["qwen3_moe"] | {"moe_intermediate_size": 128}
 CASES = {
     "qwen2, tied": (
         dict(kind="qwen2", tied=True, biases=True),
@@ -171,6 +181,7 @@ CASES = {
     "qwen3_moe": (MIXTURES["qwen3_moe"], ["shared_memory", "point_to_point"], 3),
     "glm4_moe": (MIXTURES["glm4_moe"], ["point_to_point", "shared_memory"], 2),
     "mixtral": (MIXTURES["mixtral"], ["shared_memory", "point_to_point"], 1),
+    "qwen3_moe, tensor 4": (OF_TENSOR_4, ["shared_memory"], 3),
 }
 TIED, UNTIED, *MIXED = CASES
 
@@ -190,16 +201,17 @@ def test_engines_compute_with_the_weights_of_every_version(case: str, tmp_path: 
 
     kind, transports, zero_stage = CASES[case]
     folder = write_model(tmp_path / "model", **kind)
-    for _, tensor in TOPOLOGIES:  # here, so that the ranks find the tables in the cache
+    topologies = ((1, 4),) if case.endswith("tensor 4") else TOPOLOGIES
+    for _, tensor in topologies:  # here, so that the ranks find the tables in the cache
         config = AutoConfig.from_pretrained(folder).to_dict()
         recorded_table(str(folder), config, tensor, on_cpu=True)
     answers = run_ranks(
-        4, __file__, "publishes", str(folder), transports, zero_stage, timeout_s=420
+        4, __file__, "publishes", str(folder), topologies, transports, zero_stage, timeout_s=420
     )[0]
     assert len(answers) == PUBLISHES
     before: list[float] = [0.0] * len(answers[0]["expected"])
     for answer in answers:
-        assert len(answer["scores"]) == 3, "an engine of tensor 2 and two of tensor 1"
+        assert len(answer["scores"]) == sum(count for count, _ in topologies)
         for score in answer["scores"]:
             gap = max(abs(a - b) for a, b in zip(score, answer["expected"], strict=True))
             print(f"{case}: largest difference {gap:.1e}")

@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, cast, get_args
 
 from pydantic import FailFast, create_model
 from typing_extensions import TypeAliasType
@@ -196,12 +196,14 @@ def _text_again(arguments: str) -> str:
     return encode_custom_tool_input(decode_custom_tool_input(arguments))
 
 
-ITEMS = get_args(ResponsesRequest.model_fields["input"].annotation)[1]
-WholeConversation: Any = create_model(
-    "WholeConversation",
-    __base__=ResponsesRequest,
-    input=(str | TypeAliasType("Items", Annotated[ITEMS, FailFast()]), ...),
-)
+def _whole_conversation() -> Any:
+    items: Any = get_args(ResponsesRequest.model_fields["input"].annotation)[1]
+    annotated, alias = cast(Any, Annotated), cast(Any, TypeAliasType)
+    either: Any = str | alias("Items", annotated[items, FailFast()])
+    return create_model("WholeConversation", __base__=ResponsesRequest, input=(either, ...))
+
+
+WholeConversation = _whole_conversation()
 """A request that is read up to its first wrong item. Each such item has hundreds of errors, for all
 types that it might be."""
 
