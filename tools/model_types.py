@@ -177,14 +177,16 @@ def reason(kind: str, said: str) -> str:
 
 def table(rows: dict[str, tuple[str, ...]]) -> str:
     """The page's table of `rows`, as Markdown."""
-    lines = ["| type | tensor | engine | export |", "|---|---|---|---|"]
+    trains: dict[tuple[str, ...], list[str]] = {}
     why: dict[str, list[str]] = {}
     for kind, one in rows.items():
         if len(one) > 1:
             name, tensor, export = one
-            lines.append(f"| {kind} | {tensor} | {engine(kind, name)} | {export} |")
+            trains.setdefault((tensor, engine(kind, name), export), []).append(kind)
         else:
             why.setdefault(reason(kind, one[0]), []).append(kind)
+    lines = ["| types | tensor | engine | export |", "|---|---|---|---|"]
+    lines += [f"| {', '.join(kinds)} | {' | '.join(cells)} |" for cells, kinds in trains.items()]
     lines += ["", "| refused | why |", "|---|---|"]
     lines += [f"| {', '.join(kinds)} | {said} |" for said, kinds in why.items()]
     return "\n".join(lines) + "\n"
@@ -208,7 +210,7 @@ def main() -> None:
                 rows[kind] = (f"FAILED {type(error).__name__}: {error}"[:300],)
             print(kind, *rows[kind], sep=" | ", flush=True)
     if wanted.write:
-        head = PAGE.read_text().partition("| type |")[0]
+        head = PAGE.read_text().partition("| types |")[0]
         PAGE.write_text(head + table(rows))
 
 
