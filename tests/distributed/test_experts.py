@@ -38,15 +38,19 @@ def alone(models: dict[str, str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_matrix(models: dict[str, str], alone: dict[str, Any], size: int) -> None:
-    """Each family has another ZeRO stage under a layout than the next one."""
+@pytest.mark.parametrize("num_stages", [1, pytest.param(4, marks=pytest.mark.nightly)])
+def test_the_matrix(
+    models: dict[str, str], alone: dict[str, Any], size: int, num_stages: int
+) -> None:
+    """With one ZeRO stage a case, each family has another one under a layout than the next."""
     oracles, cases = [], list[Case]()
     for number, (kind, model) in enumerate(models.items()):
         for place, layout in enumerate(expert_layouts(size)):
             if layout[3] > 1 and (layout[2] == 1 or kind in CUT):
-                stage = (number + 3 * place) % 4
-                cases.append({"layout": layout, "stage": stage, "model": model})
-                oracles.append(alone[kind])
+                for more in range(num_stages):
+                    stage = (number + 3 * place + more) % 4
+                    cases.append({"layout": layout, "stage": stage, "model": model})
+                    oracles.append(alone[kind])
     file, again = training_cases.__file__, cases[::4]
     found = run_ranks(size, file, "run_cases", cases + again, timeout_s=900)
     assert_equal(oracles, cases, [results[: len(cases)] for results in found])
