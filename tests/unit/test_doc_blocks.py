@@ -215,6 +215,7 @@ def read_words(words: list[str], recipe: str) -> str:
 def read_file_of_tools(words: list[str], recipe: str) -> str:
     """As `read_words`, of a script or a tool and its words."""
     file, *rest = words
+    file = file.replace("bundle/", "tools/")  # tools/pack_gpu.py puts unpack_gpu.py there
     text = Path(file).read_text()
     if "run_recipe launch/" in text:
         named = re.search(r"run_recipe (launch/\S+)", text)
