@@ -57,6 +57,7 @@ def publishes(
     from megarl.system.process_env import own_cluster_token, prepare_environment
     from megarl.types import Samples
     from megarl.weights.probe import Probe
+    from megarl.weights.published import kept_buffers
     from megarl.weights.publisher import Publisher
     from megarl.weights.recorded_table import recorded_table
 
@@ -131,12 +132,13 @@ def publishes(
             for publisher in publishers:
                 publisher.publish(version)
             whole = {name: tensor.clone() for name, tensor in policy.engine.weights()}
+            whole |= kept_buffers(policy.engine.module.model)  # routers' biases
             if mesh.rank == 0:
                 # The other way round: every tensor gathered whole, put into a model that
                 # transformers makes.
                 fresh = PlainPolicy(Path(folder), device)
                 missing, unexpected = fresh.model.load_state_dict(whole, strict=False)
-                kept = {name for name, _ in fresh.model.named_buffers()}
+                kept = {name for name, _ in fresh.model.named_buffers()} - whole.keys()
                 assert not unexpected and set(missing) <= {"lm_head.weight"} | kept
                 expected = fresh.logprobs(Samples.one(0, tokens)).tolist()
                 scores = [score for group in engines for score in group.score(tokens, timeout_s=60)]
