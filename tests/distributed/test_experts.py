@@ -46,7 +46,7 @@ def test_the_matrix(
     oracles, cases = [], list[Case]()
     for number, (kind, model) in enumerate(models.items()):
         for place, layout in enumerate(expert_layouts(size)):
-            if layout[3] > 1 and (layout[2] == 1 or kind in CUT):
+            if (layout[3] > 1 or num_stages > 1) and (layout[2] == 1 or kind in CUT):
                 for more in range(num_stages):
                     stage = (number + 3 * place + more) % 4
                     cases.append({"layout": layout, "stage": stage, "model": model})
