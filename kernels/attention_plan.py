@@ -154,7 +154,7 @@ class AttentionPlan:
         parents: Sequence[int] = (),
         begins: Sequence[int] = (),
         ulysses: int = 1,
-        block: str | None = None,
+        block: str | Callable[[], Block] | None = None,
     ) -> AttentionPlan:
         """Every rank makes it with the same arguments but the device; nothing is communicated.
         `parents` and `begins` as in `Positions.of`.
@@ -164,7 +164,7 @@ class AttentionPlan:
             starts: [D + 1] first position of each document, then the sequence's length.
             device: where work lists are kept.
             ulysses: ranks of a Ulysses group; divides the number of ranks.
-            block: a name in `BLOCKS`; None for that of the device.
+            block: a name in `BLOCKS`, or what makes one; None for that of the device.
 
         Raises:
             ValueError: `ulysses` does not divide the number of ranks, or there is no such block.
@@ -175,7 +175,8 @@ class AttentionPlan:
                 " training.sequence.ulysses to a divisor"
             )
         name = default_block(device) if block is None else block
-        if name not in BLOCKS:
+        make = BLOCKS.get(name) if isinstance(name, str) else name
+        if make is None:
             raise ValueError(
                 f"no attention block is called {name!r}; set one of {', '.join(BLOCKS)}"
             )
@@ -185,7 +186,7 @@ class AttentionPlan:
         lengths = [int(index.numel()) for index in indices]
         hops = _hops(positions, starts, parents)
         longest = max((_longest(own) for own in positions), default=0)
-        return AttentionPlan(lengths, ulysses, positions, hops, BLOCKS[name](), device, longest)
+        return AttentionPlan(lengths, ulysses, positions, hops, make(), device, longest)
 
     def within(self, window: int | None) -> AttentionPlan:
         """The plan for layers with this sliding window, the query included; kept."""

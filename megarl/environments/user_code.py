@@ -21,6 +21,8 @@ from megarl.settings.schema import require
 
 Sources = dict[str, bytes]
 """{absolute path of a Python file: its content}"""
+CLASSES = ("environment.session", "rollout.engine.kind", "training.sequence.block")
+"""Settings that name a class; others name a function."""
 
 
 def split_name(name: str, setting: str, others: str = "") -> tuple[Path, str]:
@@ -28,8 +30,7 @@ def split_name(name: str, setting: str, others: str = "") -> tuple[Path, str]:
     `ValueError` for another form, or if there is no such file. `others`: what the message proposes
     before a file, such as "one of math, code, or to ".
     """
-    is_class = setting in ("environment.session", "rollout.engine.kind")
-    form = "Class" if is_class else "function"
+    form = "Class" if setting in CLASSES else "function"
     file, colon, attribute = name.rpartition(":")
     require(
         bool(colon) and file.endswith(".py") and attribute.isidentifier(),

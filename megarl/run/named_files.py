@@ -19,7 +19,7 @@ from megarl.data.hub import read_model_folder, refuse_no_folder, refuse_no_weigh
 from megarl.data.rows import Cells, format_of, read_rows
 from megarl.data.tokenizer import refuse_no_tokenizer
 from megarl.engines.plan import check_engine_tensor
-from megarl.environments.user_code import split_name
+from megarl.environments.user_code import CLASSES, split_name
 from megarl.settings.config import AnyConfig, RunConfig
 from megarl.settings.data import (
     DataSetConfig,
@@ -35,7 +35,7 @@ from megarl.trainer.role_placement import refuse_sizes
 DYNAMIC = ("import *", "exec", "__getattr__", "setattr", "vars", "locals", "globals", "modules")
 """Texts in a Python file that may define names which it does not spell out."""
 CODE = {"verifier", "rewards", "session", "functions", "function", "advantage", "loss", "method"}
-CODE |= {"filter", "kind"}
+CODE |= {"filter", "kind", "block"}
 """Last parts of the keys of settings that may name a function or class of the user's own."""
 LARGE_BYTES = 2**25
 """Size of a data file from which on its columns are left to the whole checks."""
@@ -159,7 +159,7 @@ def check_own_code(name: str, setting: str) -> None:
     text = unicodedata.normalize("NFKC", content.decode(errors="replace"))
     spelled = unicodedata.normalize("NFKC", attribute)
     public = re.findall(r"^(?:async )?(?:def|class) ([^\W_]\w*)", text, re.MULTILINE)
-    noun = "class" if setting in ("environment.session", "rollout.engine.kind") else "function"
+    noun = "class" if setting in CLASSES else "function"
     require(
         any(word in text for word in (spelled, *DYNAMIC)),
         f"{setting}: {path} has no {noun} '{attribute}'; set one of:"

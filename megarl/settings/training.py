@@ -3,7 +3,7 @@
 from typing import Annotated, Literal
 
 from megarl.settings.limits import LONGEST_WAIT_S, MOST_RANKS, MOST_SAMPLES, MOST_STEPS, MOST_TOKENS
-from megarl.settings.recipe_paths import OutputText, PathText
+from megarl.settings.recipe_paths import IsPath, OutputText, PathText
 from megarl.settings.schema import Config, Excludes, Needs, Of, Range, Without, require, section
 
 SharePrefix = Literal["auto", "on", "off"]
@@ -93,6 +93,9 @@ class ReferenceRoleConfig(RoleConfig):
     that the run starts from, `base` the model without adapters."""
 
 
+BLOCK = IsPath("code", ("auto", "cpu", "triton", "flash", "cudnn", "reference"), "Class")
+
+
 class SequenceConfig(Config):
     """How sequence-parallel ranks (`layout.sequence`) share the attention of a packed sequence."""
 
@@ -105,10 +108,11 @@ class SequenceConfig(Config):
     If it equals layout.sequence, keys and values are not exchanged further."""
     cut: Literal["auto", "contiguous", "zigzag", "zigzag_document", "striped"] = "auto"
     """Which tokens each rank holds; auto: the most even work for each packed sequence."""
-    block: Literal["auto", "cpu", "triton", "flash", "cudnn", "reference"] = "auto"
+    block: Annotated[str, BLOCK] = "auto"
     """Kernel of attention between two ranks' tokens, and on one rank with shared prefixes, sliding
     windows, soft caps or sinks. auto: triton on GPUs, else cpu; flash is torch's FlashAttention-2;
-    cudnn, like it, takes 16 bit and no soft caps."""
+    cudnn, like it, takes 16 bit and no soft caps; your own, path/to/file.py:Class, computes all
+    attention."""
 
 
 LEARNS = "set it above 0, where the weights change, and to at most 1, for example to 1e-6"

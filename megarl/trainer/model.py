@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from megarl.environments.user_code import function_of
 from megarl.kernels.linear import linear
 from megarl.kernels.logprobs import VocabularyShard
 from megarl.kernels.packed_attention import Documents, PackedBackend, packed_attention
@@ -22,6 +23,7 @@ from megarl.parallel.collectives import all_reduce, all_reduce_max
 from megarl.parallel.exchange import RingExchange
 from megarl.parallel.mesh import ProcessMesh
 from megarl.parallel.tensor import whole_shapes
+from megarl.settings.schema import is_own
 from megarl.settings.training import TrainingConfig
 from megarl.trainer.attention import Attend, layer_windows
 from megarl.trainer.autotp import shard_with_autotp
@@ -189,12 +191,15 @@ class RoleModel(nn.Module):
 
     def _attend(self, batch: MicroBatch) -> Attend:
         """The attention function for this micro-batch: of documents on this rank alone, or for all
-        else that `sequence_attention` can do.
+        else that `sequence_attention` can do, and all that a block of the user's computes.
         """
         device, transport = batch.token_ids.device, self.sequence.transport
         if transport == "auto":
             transport = "ring" if device.type == "cuda" else "ring_lean"
-        named = None if self.sequence.block == "auto" else self.sequence.block
+        block = self.sequence.block
+        make = None if block == "auto" else block
+        if is_own(block):
+            make = function_of(block, {}, "training.sequence.block", is_class=True)
         indices = batch.indices or (torch.arange(len(batch.token_ids)),)
 
         @cache
@@ -204,11 +209,11 @@ class RoleModel(nn.Module):
                 parents=batch.parents,
                 begins=batch.begins,
                 ulysses=self._inner.size,
-                block=named,
+                block=make,
             )
 
         documents = None
-        if not batch.indices and not batch.parents:
+        if not batch.indices and not batch.parents and not is_own(block):
             documents = Documents.of(batch.starts)
 
         def attend(

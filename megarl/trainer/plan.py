@@ -17,6 +17,7 @@ from megarl.checkpoints.adapter_files import CONFIG, SCORE, read_adapter, writte
 from megarl.data.hub import refuse_no_weights
 from megarl.data.tokenizer import check_tokenizer, load_tokenizer
 from megarl.engines.plan import head_width
+from megarl.environments.user_code import function_of
 from megarl.kernels.attention_cudnn import cudnn_needs
 from megarl.kernels.block_flash import WIDEST
 from megarl.kernels.packed_varlen import provider
@@ -24,7 +25,7 @@ from megarl.parallel.launcher import warn
 from megarl.parallel.mesh import Axis, local_device
 from megarl.settings.config import AnyConfig, DistillConfig, RunConfig
 from megarl.settings.objectives import AlgorithmConfig
-from megarl.settings.schema import replace, require, shortened
+from megarl.settings.schema import is_own, replace, require, shortened
 from megarl.settings.training import (
     CriticConfig,
     LayoutConfig,
@@ -161,6 +162,14 @@ def refuse_kernels(
     capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
     cudnn = cudnn_needs(width, capability) if on_gpu else {}
     package = "a package flash-attn (pip install -e '.[flash-attn-4]' for compute capability 9"
+    if is_own(block):
+        made = function_of(block, {}, "training.sequence.block", is_class=True)
+        lacks = [name for name in ("prepare", "forward", "backward") if not hasattr(made, name)]
+        require(
+            not lacks,
+            f"training.sequence.block {block}: it has no {' and no '.join(lacks)}; derive it from"
+            " RegionBlock (docs/howto/own_attention.md)",
+        )
     if training.logprobs == "liger" and head == "logprobs":
         needs = {
             "a GPU": on_gpu,

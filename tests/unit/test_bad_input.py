@@ -105,7 +105,12 @@ training: {layout: {sequence: 2}, sequence: {block: cudnn}}, ranks: 2
 training: {layout: {sequence: 2}, sequence: {block: flash}}, ranks: 2
     -> training.sequence.block is 'flash' | set the block to 'auto'
     | needs a GPU and training.precision 'bfloat16' or 'float16'
-training.sequence.block: abacus -> training.sequence.block | 'flash'
+training.sequence.block: abacus -> training.sequence.block is 'abacus' | flash, | file.py:Class
+training.sequence.block: mine.py:Mine -> training.sequence.block is 'mine.py:Mine' | no file
+training.sequence.block: FOLDER/mine.py:Mine, /mine.py: 'class Other: pass'
+    -> training.sequence.block: | mine.py has no class 'Mine'; set one of: Other
+training.sequence.block: FOLDER/mine.py:Mine, /mine.py: 'class Mine: pass'
+    -> training.sequence.block | no prepare and no forward and no backward | from RegionBlock
 training: {layout: {tensor: 2}, tensor_backend: autotp}, ranks: 2
     -> num_key_value_heads is 1 | AutoTP | training.tensor_backend to plan
 training: {offload_gradients: micro_batch, zero_stage: 1}

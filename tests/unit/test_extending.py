@@ -11,16 +11,20 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from support.block_pairs import LAYOUTS, compare
 from support.documented import block
 from support.environments import opened
 from support.ranks import run_ranks
 from support.rollouts import segment
 from support.simulated import simulate
-from support.tiny import write_tokenizer
+from support.tiny import write_model, write_tokenizer
+from support.training_cases import differences, run_cases
 
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.codec import Codec
 from megarl.environments.scoring import Environment
+from megarl.environments.user_code import function_of
+from megarl.kernels.attention_plan import BLOCKS
 from megarl.kernels.block import Positions
 from megarl.kernels.block_reference import reference_attention
 from megarl.kernels.logprobs import BACKENDS, linear_logprobs
@@ -40,7 +44,7 @@ def example(head: str) -> dict[str, Any]:
 @pytest.fixture
 def registries() -> Iterator[None]:
     """As they were, after an example has added to them."""
-    with patch.dict(TRANSPORTS), patch.dict(BACKENDS):
+    with patch.dict(TRANSPORTS), patch.dict(BACKENDS), patch.dict(BLOCKS):
         yield
 
 
@@ -83,6 +87,43 @@ def test_the_backend_agrees_with_ours() -> None:
         found[name] = [logp, entropy, hidden.grad, weight.grad]
     for ours, theirs in zip(*found.values(), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("registries")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_block_gives_float64_attention(layout: str, dtype: torch.dtype) -> None:
+    made = example("python own_attention")["MyBlock"]()
+    for rank, cap in itertools.product((0, 1), (None, 0.8)):
+        compare(LAYOUTS[layout], rank, (4, 2), 16, dtype, made, torch.device("cpu"), cap=cap)
+
+
+def train_with(model: str, block: str, ranks: int) -> tuple[dict[str, float], int]:
+    """Differences of training with this block from training with the usual one, and its calls."""
+    usual = {"model": model, "stage": 0, "training": {"share_prefix": "off"}}
+    settings: list[Any] = [{}, {"sequence": {"block": block}}]
+    found = run_cases([usual | {"layout": (1, ranks, 1)} | more for more in settings])
+    made: Any = function_of(block, {}, "training.sequence.block", is_class=True)
+    return differences(*found), made.calls
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_block_by_its_path_trains(tmp_path: Path, ranks: int) -> None:
+    """It computes all attention, also of plain documents on one rank."""
+    counted = """
+class Counted(MyBlock):
+    calls = 0
+
+    def backward(self, *arguments):
+        Counted.calls += 1
+        super().backward(*arguments)
+"""
+    (tmp_path / "mine.py").write_text(block("python own_attention") + counted)
+    model = str(write_model(tmp_path / "model"))
+    for found, calls in run_ranks(
+        ranks, __file__, "train_with", model, f"{tmp_path}/mine.py:Counted", ranks
+    ):
+        assert calls > 0 and max(found.values()) < 1e-3, found
 
 
 def test_the_axis_is_one_of_a_grid() -> None:

@@ -58,6 +58,7 @@ OPTIONS = {
     "--heads": (0, "query heads; default: 8, on a GPU 32"),
     "--kv-heads": (0, "KV heads; default: 2, on a GPU 8"),
     "--width": (0, "width of a head; default: 64, on a GPU 128"),
+    "--block": ("triton", "GPU: block of the rings, also path/to/file.py:Class of your own"),
 }
 AGREES = 1e-5
 SCHEDULES: dict[str, tuple[str, str, bool]] = {

@@ -15,6 +15,7 @@ import torch
 from attention import ALONE, causal_pairs, documents, layer, make_tensors
 from common import Args, in_turns, spread, table
 
+from megarl.environments.user_code import function_of
 from megarl.kernels import packed_varlen
 from megarl.kernels.attention_cudnn import cudnn_varlen
 from megarl.kernels.attention_plan import BLOCKS
@@ -60,9 +61,14 @@ def timed(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[flo
     return in_turns(rounds, {name: partial(seconds, run) for name, run in runs.items()}, skipped=1)
 
 
+def block_of(name: str) -> Callable[[], Any]:
+    """The block of `BLOCKS`, or a path/to/file.py:Class of one's own."""
+    return function_of(name, BLOCKS, "training.sequence.block", is_class=True)
+
+
 def block_runs(name: str, places: list[Positions], tensors: list[torch.Tensor], pairs: int) -> Way:
     """The block `name` over one pair of places, of queries and of keys."""
-    block, (q, k, v, upstream) = BLOCKS[name](), tensors
+    block, (q, k, v, upstream) = block_of(name)(), tensors
     scale, work = q.shape[2] ** -0.5, block.prepare(*places, q.device)
     assert work is not None
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
@@ -187,8 +193,7 @@ def bench_kernels(args: Args, device: torch.device) -> dict[str, Any]:
     return bench(
         args,
         {
-            "triton": partial(blocks, "triton"),
-            "cudnn": partial(blocks, "cudnn"),
+            **{name: partial(blocks, name) for name in (args.block, "triton", "cudnn")},
             "torch flash": partial(stock, "flash", SDPBackend.FLASH_ATTENTION),
             "torch cuDNN": partial(stock, "cuDNN", SDPBackend.CUDNN_ATTENTION),
             "torch varlen": partial(varlen_runs, "torch varlen", torch_varlen, tensors, packed),
@@ -234,9 +239,10 @@ def bench_ring(args: Args, device: torch.device) -> dict[str, Any]:
 
     tokens, rows = args.ranks * args.rank_tokens, {}
     whole = make_tensors(args, tokens, torch.bfloat16, device)
+    block = block_of(args.block)
     for title, count in (("one document", 1), (f"{args.packed} documents", args.packed)):
         starts = documents(tokens, count)
-        alone = AttentionPlan.of([torch.arange(tokens)], starts, device)
+        alone = AttentionPlan.of([torch.arange(tokens)], starts, device, block=block)
         runs: dict[str, Callable[[], Any]] = {
             "whole": partial(layer, whole, alone, ALONE, ALONE, "ring")
         }
@@ -245,7 +251,7 @@ def bench_ring(args: Args, device: torch.device) -> dict[str, Any]:
             runs["flash"] = lambda f=forward, b=backward: (f(), b())
         for how in ("zigzag", "zigzag_document"):
             indices = cut(starts, args.ranks, how)
-            plan = AttentionPlan.of(indices, starts, device)
+            plan = AttentionPlan.of(indices, starts, device, block=block)
             for rank, index in enumerate(indices):
                 mine, outer = [x[index.to(device)] for x in whole], LocalCopies(rank, args.ranks)
                 runs[f"{how} {rank}"] = partial(layer, mine, plan, ALONE, outer, "ring")

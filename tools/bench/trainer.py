@@ -66,6 +66,7 @@ OPTIONS = {
     "--steps": (2, "counted steps"),
     "--peak": (989, "TFLOP/s of the GPU in bfloat16, of which MFU is the share; H100 and H200"),
     "--threads": (1, "torch threads, on the CPU"),
+    "--block": ("auto", "training.sequence.block, such as path/to/file.py:Class"),
 }
 
 
@@ -110,7 +111,7 @@ def run_case(
     """One row of the table."""
     import torch
 
-    from megarl.settings.training import LoraConfig
+    from megarl.settings.training import LoraConfig, SequenceConfig
 
     loss, length, way = case
     on_gpu, config = device.type == "cuda", QWEN3[args.size]
@@ -126,6 +127,7 @@ def run_case(
         zero_stage=1,
         share_prefix="off",
         micro_batch_tokens=length,
+        sequence=SequenceConfig(block=args.block),
         lora=LoraConfig(rank=16 if loss == "lora" else 0),
         **settings,
     )
