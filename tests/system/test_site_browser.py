@@ -26,7 +26,7 @@ OPTIONS = [
 ]
 PAGES = (
     *("index.html", "source/index.html", "tutorials/own_reward.html", "howto/read_run_folder.html"),
-    *("concepts/system.html", "reference/train.html", "results/layouts.html", "404.html"),
+    *("concepts/system.html", "reference/rl.html", "results/layouts.html", "404.html"),
 )
 # Each page in a frame as wide as a phone; what is found there is posted to the server.
 PROBE = """<!doctype html><meta charset="utf-8"><link rel="icon" href="data:,"><body><script>
@@ -126,8 +126,8 @@ def test_pages_at_390_pixels(tmp_path: Path) -> None:
             browser.wait(timeout=20)
     assert [line for line in errors.read_text().splitlines() if "CONSOLE" in line] == []
     assert tuple(told) == PAGES, told
-    assert "concepts/versions.html" in str(told["index.html"]["found"])
-    assert told["reference/train.html"]["boxes"] > 3, "its tables are wider than a phone"
+    assert "concepts/weights.html" in str(told["index.html"]["found"])
+    assert told["reference/rl.html"]["boxes"] > 3, "its tables are wider than a phone"
     for page, one in told.items():
         assert one["content"] <= one["width"] <= 390, f"{page} scrolls sideways"
         assert one["broken"] == one["outside"] == [], page

@@ -42,7 +42,7 @@ BUDGETS = OTHERS | {
     if not page.startswith("source/") and page not in NO_CONCEPT
 }
 # These have the subjects of two pages each.
-BUDGETS |= {f"concepts/{name}.md": (0, 1050) for name in ("layouts", "ledger", "system")}
+BUDGETS |= {f"concepts/{name}.md": (0, 1050) for name in ("layouts", "ledger", "system", "weights")}
 PROSE = [str(page.relative_to(DOCS)) for page in sorted(DOCS.rglob("*.md"))]
 PROSE = [page for page in PROSE if not page.startswith("results/")]
 
