@@ -85,7 +85,7 @@ def test_groups_that_may_start() -> None:
             last = policy.start()
         return last
 
-    text = " ".join(TEXTS["versions"].split())
+    text = " ".join(TEXTS["weights"].split())
     assert f"v = 0 groups 0 to {started()} may start" in text
     policy.finish(2, accepted=False)
     assert f"If group 2 is rejected, group {started()} may start, too" in text
