@@ -62,17 +62,17 @@ def cudnn_varlen(
     scale: float,
 ) -> torch.Tensor:
     """As `torch_varlen`; no document may be empty."""
-    total, one = len(q), len(starts) == 2
-    if not one and not keeps_plans():
+    total, is_single = len(q), len(starts) == 2
+    if not is_single and not keeps_plans():
         return torch_varlen(q, k, v, starts, longest, scale)
-    padding = 0 if one else _power_of_2(len(starts)) - len(starts) + 1
+    padding = 0 if is_single else _power_of_2(len(starts)) - len(starts) + 1
     rows = -(-(total + padding) // MULTIPLE) * MULTIPLE
     if rows > total:
         q, k, v = (F.pad(x, (0, 0, 0, 0, 0, rows - total)) for x in (q, k, v))
-    if one:  # what pads it comes after all its tokens
+    if is_single:  # padding comes after all its tokens
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         return _forward(q, k, v, None, rows, rows, True, scale)[0][0].transpose(0, 1)[:total]
-    # More documents pad it, which are not empty: before 9.25 cuDNN returns NaN for empty ones.
+    # Padding is further documents, none empty: before 9.25 cuDNN returns NaN for empty ones.
     more = torch.arange(total + 1, total + padding, dtype=starts.dtype, device=starts.device)
     bounds = F.pad(torch.cat((starts, more)), (0, 1), value=rows)
     most = _power_of_2(max(longest, MULTIPLE))
@@ -80,7 +80,7 @@ def cudnn_varlen(
 
 
 def _power_of_2(number: int) -> int:
-    """The smallest one that is not below `number`."""
+    """The smallest power of 2 that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 

@@ -47,17 +47,19 @@ class ClusterStep:
 
 
 def load(name: str) -> dict[str, Any]:
-    """A file of steps beside this one."""
+    """Read a TOML file of this folder."""
     return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
 
 
-def steps_of(found: dict[str, Any]) -> Iterator[Step]:
-    """The steps of a file, with all words of their commands."""
-    for step in found["step"]:
+def steps_of(file: dict[str, Any]) -> Iterator[Step]:
+    """The steps of gpu_steps.toml, as it was read. {pytest}, {bench} and names of groups of
+    packages are replaced by what they stand for.
+    """
+    for step in file["step"]:
         for name in ("command", "rehearsal"):
             text = step.get(name, "").replace("{pytest}", " ".join(PYTEST))
             step[name] = tuple(shlex.split(text.replace("{bench}", "{python} tools/bench")))
-        packages = (found["packages"].get(name, [name]) for name in step["needs"])
+        packages = (file["packages"].get(name, [name]) for name in step["needs"])
         yield Step(**step | {"needs": tuple(one for some in packages for one in some)})
 
 
@@ -87,7 +89,7 @@ def missing(step: Step) -> list[str]:
 
 
 def lacking(step: Step, num_gpus: int) -> str:
-    """What a step needs and is not here, of packages, files and GPUs, in words; "" if nothing."""
+    """Why a step cannot run here: a missing package, file or GPU. "" if it can."""
     if absent := missing(step):
         return f"not installed here: {', '.join(absent)}"
     if step.path and not Path(step.path).expanduser().exists():
@@ -101,8 +103,9 @@ def fits(pending: Iterable[Step], left_s: float) -> Step | None:
 
 
 def plan(steps: Sequence[Step], minutes: float) -> tuple[list[Step], list[Step]]:
-    """(steps that fit in so many minutes if each takes what is expected, in order; those that do
-    not)."""
+    """(steps that fit in `minutes`, in the order in which they run; the others), by their expected
+    seconds.
+    """
     pending, chosen, left_s = list(steps), [], 60.0 * minutes
     while (step := fits(pending, left_s)) is not None:
         pending.remove(step)
@@ -112,8 +115,9 @@ def plan(steps: Sequence[Step], minutes: float) -> tuple[list[Step], list[Step]]
 
 
 def planned(steps: Sequence[Step], minutes: float, num_gpus: int) -> Iterator[str]:
-    """Lines of text: expected seconds of each step and their sum, what each tells, and why one will
-    not run."""
+    """The plan as lines of text: for each step its expected seconds, what it tells and, in
+    brackets, why it will not run; then the sum of seconds.
+    """
     absent = {step.name: lacking(step, num_gpus) for step in steps}
     chosen, left = plan([step for step in steps if not absent[step.name]], minutes)
     absent |= {step.name: f"does not fit in {minutes:g} minutes" for step in left}

@@ -78,7 +78,7 @@ def unpack_wheel(wheel: Path, site: Path, programs: Path) -> None:
 
 
 def containers(data: mmap.mmap) -> Iterator[list[Code]]:
-    """The entries of each container in a file."""
+    """Find each container of GPU code in a file; yields its entries."""
     start = data.find(FATBIN)
     while start >= 0:
         position = start + 16
@@ -94,8 +94,9 @@ def containers(data: mmap.mmap) -> Iterator[list[Code]]:
 
 
 def needless(entries: list[Code], gpu: int) -> list[tuple[int, int]]:
-    """Where in a container there is code that this GPU does not load. It loads the machine code for
-    the highest minor version up to its own, and else the newest PTX up to its own.
+    """(offset, length) of each entry that a GPU of compute capability `gpu`, such as 90, does not
+    load. It loads the machine code of its own major version with the highest minor version that it
+    can run or, if there is none, the newest PTX.
     """
     cubins = {c for kind, c, _ in entries if kind == CUBIN and c // 10 == gpu // 10 and c <= gpu}
     texts = {c for kind, c, _ in entries if kind == PTX and c <= gpu}
@@ -104,8 +105,8 @@ def needless(entries: list[Code], gpu: int) -> list[tuple[int, int]]:
 
 
 def pieces(path: Path, gpu: int) -> tuple[list[tuple[int, int]], int]:
-    """Offsets and lengths of what is packed of a file, and how many of its containers have code for
-    the GPU. The headers of other code stay, since loaders choose by them.
+    """([(offset, length) of each part of a file that is packed], number of its containers with code
+    for the GPU). Headers of other GPUs' code are packed too, since loaders read them to choose.
     """
     size, position, usable = path.stat().st_size, 0, 0
     packed: list[tuple[int, int]] = []

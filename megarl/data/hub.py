@@ -87,7 +87,7 @@ def read_model_folder(name: str, setting: str) -> dict[str, Any]:
     """config.json of the folder `name`, the value of the recipe's key `setting`; empty for a name
     of the hub. Raises `ValueError` if it is neither, or the file cannot be read.
     """
-    folder, what = Path(name), f"{setting} {name!r}"
+    folder, named = Path(name), f"{setting} {name!r}"
     if not folder.exists():
         refuse_no_folder(name, setting)
         return {}
@@ -99,9 +99,9 @@ def read_model_folder(name: str, setting: str) -> dict[str, Any]:
             " with config.json and safetensors, which `python tools/real_model.py` and"
             " transformers' `from_pretrained(..., gguf_file=...)` make"
         )
-    require(file.is_file(), f"{what} {why}")
+    require(file.is_file(), f"{named} {why}")
     refuse_broken_links(folder)
-    with opening(f"{what} cannot be loaded: {file}", fix=FIX):
+    with opening(f"{named} cannot be loaded: {file}", fix=FIX):
         tree = json.loads(file.read_bytes())
         require(tree and isinstance(tree, dict), "it is no JSON object with settings")
         return tree

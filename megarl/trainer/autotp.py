@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from megarl.parallel.mesh import ProcessMesh
 from megarl.parallel.tensor import Shard
 from megarl.trainer.compilation import drop_stale_locks
-from megarl.trainer.sharding import WORD_STYLES, kv_heads
+from megarl.trainer.role_placement import kv_heads
+from megarl.trainer.sharding import WORD_STYLES
 
 
 def shard_with_autotp(model: PreTrainedModel, mesh: ProcessMesh) -> dict[str, Shard]:

@@ -115,7 +115,9 @@ class RoleModel(nn.Module):
             self.adapters = add_adapters(model, self.shards, mesh.tensor, training.lora)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """{published name: whole shape} of weights and kept buffers, without LoRA adapters."""
+        """{published name: shape before any split} of the weights and of buffers that
+        checkpoints have, without LoRA adapters.
+        """
         whole = published(whole_shapes(self.model, self.shards), self.fused)
         whole |= {name: tuple(value.shape) for name, value in kept_buffers(self.model).items()}
         return {name: shape for name, shape in whole.items() if not is_adapter(name)}

@@ -48,8 +48,8 @@ from megarl.trainer.model_config import load_model_config, positions
 from megarl.trainer.norms import use_torch_norms
 from megarl.trainer.optimizers import refuse_optimizer
 from megarl.trainer.precision import check_precision
-from megarl.trainer.role_placement import RolePlace, place_role, role_training
-from megarl.trainer.sharding import kv_heads, refuse_tensor, shard_model
+from megarl.trainer.role_placement import RolePlace, kv_heads, place_role, role_training
+from megarl.trainer.sharding import refuse_tensor, shard_model
 from megarl.trainer.weights import base_digest
 
 
@@ -163,8 +163,10 @@ def refuse_kernels(
     cudnn = cudnn_needs(width, capability) if on_gpu else {}
     package = "a package flash-attn (pip install -e '.[flash-attn-4]' for compute capability 9"
     if is_own(block):
-        made = function_of(block, {}, "training.sequence.block", is_class=True)
-        lacks = [name for name in ("prepare", "forward", "backward") if not hasattr(made, name)]
+        block_class = function_of(block, {}, "training.sequence.block", is_class=True)
+        lacks = [
+            name for name in ("prepare", "forward", "backward") if not hasattr(block_class, name)
+        ]
         require(
             not lacks,
             f"training.sequence.block {block}: it has no {' and no '.join(lacks)}; derive it from"

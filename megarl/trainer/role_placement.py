@@ -103,8 +103,8 @@ def plan_layout(training: TrainingConfig, num_ranks: int) -> Layout:
 
 
 def plan_ranks(config: AnyConfig, num_ranks: int) -> RolePlace:
-    """The policy's ranks and layout. Raises `ValueError` where they fit each other, or a step's
-    samples, not.
+    """The policy's ranks and layout. Raises `ValueError` if the layout does not fit the ranks, or a
+    mini-batch has fewer samples than there are data ranks.
     """
     if not isinstance(config, RunConfig):
         return RolePlace(tuple(range(num_ranks)), plan_layout(config.training, num_ranks))
@@ -119,6 +119,12 @@ def plan_ranks(config: AnyConfig, num_ranks: int) -> RolePlace:
     return RolePlace(members, layout)
 
 
+def kv_heads(config: Any) -> int:
+    """Key-value heads of a model; by default as many as query heads."""
+    text = config.get_text_config()
+    return getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+
+
 def refuse_sizes(text: Any, tensor: int) -> None:
     """Raise `ValueError` if attention or feed-forward layers of the model with the settings `text`
     cannot be split over `tensor` ranks.
@@ -130,7 +136,7 @@ def refuse_sizes(text: Any, tensor: int) -> None:
             f"training.layout.tensor is {tensor}, which does not divide the model's {name} ="
             f" {size}; set it to a divisor",
         )
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    heads = kv_heads(text)
     require(
         heads % tensor == 0 or tensor % heads == 0,
         f"training.layout.tensor is {tensor} and the model's num_key_value_heads {heads}: neither"
@@ -173,8 +179,8 @@ def policy_as_reference(config: RunConfig) -> bool:
 
 
 def reference_adapter(config: AnyConfig) -> str | None:
-    """Folder of the reference's LoRA adapter; "" if it has none. None if the run has no reference,
-    or one with its own `model.path`.
+    """Folder of the LoRA adapter with which the reference starts; "" for a reference without one.
+    None if there is no reference, or it names a model of its own (`reference.model.path`).
     """
     if isinstance(config, RunConfig):
         compares, reference = "reference" in config.other_roles, config.reference

@@ -28,7 +28,7 @@ from megarl.parallel.tensor import (
     sum_gradient_on_entry,
     sum_gradient_over,
 )
-from megarl.trainer.role_placement import refuse_sizes
+from megarl.trainer.role_placement import kv_heads, refuse_sizes
 
 
 @dataclass
@@ -114,9 +114,9 @@ def dense_plan(plan: Mapping[str, str]) -> dict[str, str]:
 
 
 def shard_model(model: PreTrainedModel, axis: Axis) -> dict[str, Shard]:
-    """Split `model`, on any device, over the tensor-parallel ranks of `axis`, in place, without
-    communication. Returns {parameter name: how it is split}. Raises `ValueError`, with the setting
-    to change, if it cannot be split.
+    """Replace the layers of `model`, in place, by this rank's parts of them; `axis` has the
+    tensor-parallel ranks. Works on any device and sends nothing. Returns {parameter name: how it is
+    split}. Raises `ValueError`, with the setting to change, if the model cannot be split.
     """
     if axis.size == 1:
         return {}
@@ -201,12 +201,6 @@ def head_shard(model: PreTrainedModel, shards: Mapping[str, Shard]) -> Shard | N
         _name(model, model.get_input_embeddings()),
     )
     return next((shards[name] for name in names if name in shards), None)
-
-
-def kv_heads(config: transformers.PretrainedConfig) -> int:
-    """Key-value heads of a model; by default as many as query heads."""
-    text = config.get_text_config()
-    return getattr(text, "num_key_value_heads", None) or text.num_attention_heads
 
 
 def refuse_tensor(config: transformers.PretrainedConfig, tensor: int) -> None:

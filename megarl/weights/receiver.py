@@ -113,7 +113,7 @@ class ReshardEngine(WeightTransferEngine):
         return now | {name: value for name, value in before.items() if name in now}
 
     def start_weight_update(self) -> None:
-        """vLLM requires it."""
+        """Do nothing; vLLM calls it before `receive_weights`, which does all."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Receive and install a version, while generation is paused. Errors go to `status`."""

@@ -1,5 +1,5 @@
-"""A whole run whose advantage, loss, correction and filter are the examples of the docs, and whose
-method is one of the user's: no file of the repository changes.
+"""A whole run whose advantage, loss, correction, filter and method are the examples of
+docs/howto, in files of the user's: no file of the repository changes.
 """
 
 from __future__ import annotations
@@ -13,18 +13,6 @@ from support.commands import megarl, records, tiny_run, write_recipe
 from support.documented import block
 from support.tiny import write_model
 
-METHOD = '''
-from dataclasses import replace
-
-
-def imitate(parts, batch):
-    """Learns from what is better than its group, and from nothing else."""
-    packed = parts.policy.pack_step(batch)
-    columns = parts.learner.prepare(batch, packed, {})
-    better = [part.clamp(min=0.0) for part in columns.get("advantages", [])]
-    report = parts.learner.train(batch, packed, columns and columns | {"advantages": better})
-    return replace(report, metrics=report.metrics | {"imitated": 1.0})
-'''
 KEYS = {
     "loss": ("my_loss.py", "bounded"),
     "advantage": ("my_advantage.py", "above_median"),
@@ -32,7 +20,7 @@ KEYS = {
     "filter": ("my_filter.py", "far_apart"),
     "method": ("my_method.py", "imitate"),
 }
-"""{part of the algorithm: (file, function)}"""
+"""{example on the page: (file, function)}"""
 
 
 def test_every_part_of_an_algorithm_is_of_a_file(tmp_path: Path) -> None:
@@ -47,10 +35,9 @@ def test_every_part_of_an_algorithm_is_of_a_file(tmp_path: Path) -> None:
     for name, (file, function) in KEYS.items():
         # Each leaves a word where its body begins, in whichever process it runs.
         said = f"    open({str(tmp_path / 'called')!r}, 'a').write('{name} ')\n"
-        text = METHOD if name == "method" else block(f"python own_{name}")
-        head = re.search(rf"def {function}\(.*\):\n", text)
+        head = re.search(rf"def {function}\(.*\):\n", block(f"python own_{name}"))
         assert head is not None
-        (tmp_path / file).write_text(text.replace(head[0], head[0] + said))
+        (tmp_path / file).write_text(block(f"python own_{name}").replace(head[0], head[0] + said))
     named = {name: ":".join(place) for name, place in KEYS.items()}
     tree["rollout"]["filter"] = named.pop("filter")
     correction = {"kind": named.pop("correction")}

@@ -109,8 +109,8 @@ def test_a_function_of_a_file_passes(key: str, function: str, tmp_path: Path) ->
 @pytest.mark.parametrize("key", KEYS)
 def test_the_example_of_the_page_passes(key: str, tmp_path: Path) -> None:
     name = key.removesuffix(".kind").partition(".")[2]
-    text = block("python own_training" if name == "method" else f"python own_{name}")
-    assert len(text.splitlines()) <= (32 if name == "method" else 15), "short enough to be read"
+    text = block(f"python own_{name}")
+    assert len(text.splitlines()) <= 15, "short enough to be read"
     (tmp_path / "own.py").write_text(text)
     (function,) = re.findall(r"^def (\w+)", text, re.M)
     attempt(key, f"{tmp_path}/own.py:{function}")

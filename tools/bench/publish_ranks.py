@@ -446,7 +446,9 @@ class RealEngine:
 
 
 def work(task: dict[str, Any]) -> dict[str, Any]:
-    """One process of a case."""
+    """Run one process of a benchmark's case: a training rank or a reader of weights. Returns its
+    times and counts.
+    """
     torch.set_num_threads(1)
     peak_memory.return_freed_memory(True)
     if task["device"] == "cpu":

@@ -218,9 +218,9 @@ total bytes, whether it computes in bfloat16], ...]], with an entry for each GPU
 
 
 def check_accelerators() -> Iterator[Finding]:
-    """A finding for each GPU with its free memory, or one for the CPU cores if there is no GPU. The
-    status is `FAIL` where there is a GPU that torch cannot use, `warn` where other processes use a
-    GPU or it lacks bfloat16, else `ok`.
+    """Report each GPU with its free memory or, on a machine without GPUs, the CPU cores. Status
+    `FAIL`: torch cannot use a GPU that is here; `warn`: other processes use it, or it lacks
+    bfloat16.
     """
     cores = f"{threads.cores()} CPU cores"
     answer = ask_python(DEVICES)

@@ -59,11 +59,10 @@ def begin():
         filter_calls(alone=port != "0")
     os.execvp(command[0], command)
 oversee(int(parent), begin)"""
-"""Program that starts the agent, whose files have at most 1 GiB each, and stays above it, out of
-its reach: arguments are where megarl
-lies, the id of its parent process, the only port that the agent may connect to (0: no rules of
-networks and files; "none": no domain), its folder, where hidden.json has what it cannot read, and
-the agent's command."""
+"""Program that starts the agent and stays its parent, out of its reach. Files of the agent have at
+most 1 GiB each. Arguments: the folder of megarl's package, the id of the parent process, the only
+port that the agent may connect to (0: no rules of networks and files; "none": no domain), the
+agent's folder, in which hidden.json lists what it cannot read, and the agent's command."""
 FOLDER = "megarl_agent_"
 """How the names of the agents' folders begin."""
 

@@ -312,7 +312,7 @@ def shown_commands(started: Sequence[Process], hosts: Sequence[str]) -> list[str
 
 def _ray(node: int, plan: LaunchPlan, gpus: Gpus, at: Addresses) -> ProgramCommand:
     """The command that starts Ray on a node: the head on node 0."""
-    node_gpus = [gpu for one in gpus.engines for gpu in one if gpu.node == node]
+    node_gpus = [gpu for engine in gpus.engines for gpu in engine if gpu.node == node]
     words = [at.python, "-m", "ray.scripts.scripts", "start", *(["--block"] if at.state else [])]
     # Colocated engines follow the policy's ranks, and Ray deals out nothing.
     words += [f"--num-gpus={0 if plan.colocated or gpus.on_cpu else len(node_gpus)}"]

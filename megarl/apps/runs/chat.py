@@ -66,8 +66,8 @@ def model_of(named: str, *, best: bool = False) -> str:
 
 
 def questions(prompt: str | None) -> Iterator[str]:
-    """The questions to the model: `prompt` alone or, if it is None, each line of standard input that
-    is not blank. In a terminal "> " is printed on standard error before each line.
+    """What the user asks: `prompt` or, if it is None, every line of standard input that is not
+    blank. In a terminal each line gets the prompt "> ", on standard error.
     """
     if prompt is not None:
         yield prompt

@@ -120,7 +120,8 @@ OF_OWN_USER: Rules = {
     "futimesat": (261, 88, NEVER),
     "utimensat": (280, 88, NEVER),
 }
-"""Those too where the programs' user has other files; Landlock has no rules for these."""
+"""Refused too if programs run as megarl's own user, who owns other files; Landlock has no rules
+for these calls."""
 
 
 def main() -> None:
@@ -321,8 +322,8 @@ class Programs:
                 command()
             else:
                 paths = "/usr/local/bin:/usr/bin:/bin"
-                own = {"HOME": self.home, "TMPDIR": self.home}
-                variables = {"PATH": paths, "LANG": "C.UTF-8"} | own
+                variables = {"PATH": paths, "LANG": "C.UTF-8"}
+                variables |= {"HOME": self.home, "TMPDIR": self.home}
                 os.execve(command[0], command, variables)  # noqa: S606 - there is no shell
         finally:
             os._exit(NOT_STARTED)
