@@ -101,7 +101,7 @@ def resolve(*, data: int, sequence: int, tensor: int, expert: int = 1, num_ranks
         if num_ranks % rest:
             raise ValueError(
                 f"training.layout is sequence {sequence} x tensor {tensor}, which does not divide"
-                f" {num_ranks} ranks; start a multiple of {rest} ranks (torchrun --nproc-per-node)"
+                f" {num_ranks} ranks; start a multiple of {rest} ranks (--ranks)"
                 " or change the layout"
             )
         data = num_ranks // rest
@@ -114,6 +114,6 @@ def resolve(*, data: int, sequence: int, tensor: int, expert: int = 1, num_ranks
         )
         raise ValueError(
             f"training.layout is {layout} = {layout.size} ranks, but this run has {num_ranks}; "
-            f"{fix}, or start {layout.size} ranks (torchrun --nproc-per-node)"
+            f"{fix}, or start {layout.size} ranks (--ranks)"
         )
     return layout

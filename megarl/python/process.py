@@ -150,7 +150,7 @@ class RunProcess:
         code = self._process.returncode
         if code == 2:
             message = self._said.removeprefix("megarl: error: ")
-            raise ValueError(message.replace("(torchrun --nproc-per-node)", "(the argument ranks)"))
+            raise ValueError(message.replace("(--ranks)", "(the argument ranks)"))
         if code != 0:
             raise RuntimeError(self._said or f"megarl {self._command} ended with exit code {code}")
         return json.loads(self._said_last or b"")

@@ -38,19 +38,20 @@ def alone(models: dict[str, str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("num_stages", [1, pytest.param(4, marks=pytest.mark.nightly)])
-def test_the_matrix(
-    models: dict[str, str], alone: dict[str, Any], size: int, num_stages: int
-) -> None:
-    """With one ZeRO stage a case, each family has another one under a layout than the next."""
+@pytest.mark.parametrize(
+    "shift", [0, *(pytest.param(n, marks=pytest.mark.nightly) for n in range(1, 5))]
+)
+def test_the_matrix(models: dict[str, str], alone: dict[str, Any], size: int, shift: int) -> None:
+    """Each family has another ZeRO stage under a layout than the next one, and another one with
+    each `shift`: the nightly ones together have every layout, also undivided experts, and stage.
+    """
     oracles, cases = [], list[Case]()
     for number, (kind, model) in enumerate(models.items()):
         for place, layout in enumerate(expert_layouts(size)):
-            if (layout[3] > 1 or num_stages > 1) and (layout[2] == 1 or kind in CUT):
-                for more in range(num_stages):
-                    stage = (number + 3 * place + more) % 4
-                    cases.append({"layout": layout, "stage": stage, "model": model})
-                    oracles.append(alone[kind])
+            if (layout[3] > 1 or shift) and (layout[2] == 1 or kind in CUT):
+                stage = (number + 3 * place + shift) % 4
+                cases.append({"layout": layout, "stage": stage, "model": model})
+                oracles.append(alone[kind])
     file, again = training_cases.__file__, cases[::4]
     found = run_ranks(size, file, "run_cases", cases + again, timeout_s=900)
     assert_equal(oracles, cases, [results[: len(cases)] for results in found])

@@ -48,7 +48,7 @@ def documents(folder: Path) -> list[list[int]]:
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if not tokenizer.chat_template:
-        prose = (ROOT / "docs" / "design.md").read_text()
+        prose = (ROOT / "LICENSE").read_text()  # not a page: rounding differs with the words
         return [tokenizer(prose).input_ids[:700], tokenizer(TURNS[0][1]).input_ids]
     made, chat = [], list[dict[str, str]]()
     for question, answer in TURNS:

@@ -122,7 +122,7 @@ class SimulatedExchange:
 
 
 def simulate(
-    size: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0
+    size: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 300.0
 ) -> list[Any]:
     """What `function(exchange, *arguments)` returns on each of `size` ranks; raises the failure of
     the lowest.

@@ -35,6 +35,11 @@ def wait_for(name):
     while not (PLACE / name).exists():
         time.sleep(0.05)
 
+def hung_is_over():
+    # Not earlier: the worker that is killed may be the one above the agent that hangs.
+    hung = PLACE / "hung_pid"
+    return hung.exists() and not Path("/proc", hung.read_text()).exists()
+
 def end(*sockets):
     for one in sockets:
         try:
@@ -106,13 +111,14 @@ elif claims("killed"):
     os.kill(os.getpid(), 9)
 elif claims("hung"):
     leaves()
+    (PLACE / "hung_pid").write_text(str(os.getpid()))
     time.sleep(600)
 elif claims("engine"):
     wait_for("stopped")
     (PLACE / "calling").touch()
     ask(True)
     (PLACE / "answered").touch()
-elif (PLACE / "answered").exists() and claims("worker"):
+elif (PLACE / "answered").exists() and hung_is_over() and claims("worker"):
     leaves()
     (PLACE / "me").write_text(str(os.getpid()))
     os.rename(PLACE / "me", PLACE / "worker_of")

@@ -150,7 +150,7 @@ folder = tempfile.mkdtemp(prefix="megarl-doctor-", dir="/tmp")
 ray.init(address="local", num_cpus=1, num_gpus=0, include_dashboard=False,
          object_store_memory=80 * 2**20, logging_level="ERROR",
          log_to_driver=False, _temp_dir=folder + "/ray")
-assert ray.get(ray.remote(os.getpid).remote(), timeout=60) != os.getpid()
+assert ray.get(ray.remote(lambda: os.getpid()).remote(), timeout=60) != os.getpid()
 ray.shutdown()
 shutil.rmtree(folder, ignore_errors=True)
 """
