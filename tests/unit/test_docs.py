@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree
 
+import make_notebook
 import pytest
 from support.commands import python
 from support.documented import PAGES
@@ -63,6 +64,12 @@ def test_lines_are_short(page: Path) -> None:
     """At most 120 characters, but rows of tables and what has no space to break at."""
     lines = [line.strip() for line in page.read_text().splitlines() if len(line) > 120]
     assert not [line for line in lines if " " in line and not line.startswith("|")]
+
+
+def test_the_notebook_is_that_of_its_page() -> None:
+    """Otherwise run `python tools/make_notebook.py`."""
+    page = make_notebook.PAGE
+    assert page.with_suffix(".ipynb").read_text() == make_notebook.notebook(page.read_text())
 
 
 def test_pictures_are_described_and_shown() -> None:
