@@ -360,7 +360,8 @@ def rollout_deadline_s(config: RunConfig, num_held_out: int) -> float:
     draws = config.rollout.groups_per_step * config.rollout.dynamic_sampling.max_draws
     per_group = config.rollout.group_size + bool(config.greedy_baseline)
     requests = int((1 + config.rollout.max_staleness) * draws * per_group)
-    return patience_s(config, max(requests, num_held_out)) + config.environment.agent.longest_s
+    most, agent = max(requests, num_held_out), config.environment.agent
+    return patience_s(config, most) + agent.longest_s * -(-most // agent.at_once)
 
 
 def step_deadline_s(config: RunConfig, num_held_out: int) -> float:

@@ -49,20 +49,22 @@ def registries() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("registries")
+@pytest.mark.parametrize("window", [None, 3, 12])
 @pytest.mark.parametrize("how", ["zigzag", "contiguous", "zigzag_document"])
-def test_the_transport_gives_float64_attention(how: str) -> None:
+def test_the_transport_gives_float64_attention(how: str, window: int | None) -> None:
     example("python transport")
     starts, size, scale = torch.tensor([0, 9, 10, 31, 40]), 4, 0.3
     indices = cut(starts, size, how)
     torch.manual_seed(0)
     q, k, v, upstream = (torch.randn(40, heads, 8, dtype=torch.float64) for heads in (4, 2, 2, 4))
     wholes = [x.clone().requires_grad_() for x in (q, k, v)]
-    expected = reference_attention(*wholes, Positions.of(torch.arange(40), starts), scale)
+    places = Positions.of(torch.arange(40), starts)
+    expected = reference_attention(*wholes, places.views(window)[0], scale)
     expected.backward(upstream)
 
     def one_rank(exchange: Any) -> list[torch.Tensor]:
         inner, outer = exchange.split(1)
-        plan = AttentionPlan.of(indices, starts, torch.device("cpu"))
+        plan = AttentionPlan.of(indices, starts, torch.device("cpu")).within(window)
         mine = [x[indices[exchange.rank]].clone().requires_grad_() for x in (q, k, v)]
         out = sequence_attention(*mine, plan, inner, outer, scale, "direct")
         out.backward(upstream[indices[exchange.rank]])

@@ -21,6 +21,7 @@ from support.agents import codec_of_characters
 
 from megarl.apps.gateway.agent_kit import AgentKit
 from megarl.apps.tools import forked
+from megarl.apps.tools.markup import TurnMarkup
 from megarl.apps.tools.parsers import CallReader
 from megarl.apps.tools.tool import CallError
 from megarl.environments.codec import Codec
@@ -571,3 +572,31 @@ def test_the_part_that_is_trained(untrained: list[int], kept: list[int | None]) 
     found, verdict = trained_part(segments, Verdict(1.0, True, untrained=untrained))
     assert [part.follows for part in found] == kept and not verdict.left_out
     assert trained_part(segments, Verdict(1.0, True, untrained=[1, 3, 5, 7]))[1].left_out
+
+
+def test_programs_at_once_are_limited(codec: Codec) -> None:
+    """Two of five in this worker, which has half of `at_once`."""
+
+    async def run() -> list[int]:
+        agent: Any = {"command": ["python", "-c", "1"], "at_once": 3}
+        kit = AgentKit(EnvironmentConfig(agent=agent, num_workers=2), codec, {})
+        kit.markup = TurnMarkup(codec.tokenizer, ())
+        running, most = 0, list[int]()
+
+        async def program(prompt: Prompt, key: str) -> float:
+            nonlocal running
+            running += 1
+            most.append(running)
+            await asyncio.sleep(0.05)
+            running -= 1
+            return 1.0
+
+        kit.run = program
+        sessions = [kit.session() for _ in range(5)]
+        cut = asyncio.ensure_future(sessions[-1].start(Prompt(0, "1", [], "")))
+        await asyncio.sleep(0)
+        cut.cancel()
+        await asyncio.gather(*(one.start(Prompt(0, "1", [], "")) for one in sessions[:4]))
+        return most
+
+    assert max(asyncio.run(run())) == 2

@@ -10,6 +10,7 @@ import asyncio
 import inspect
 import resource
 import secrets
+import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -77,6 +78,9 @@ class AgentKit:
         """
         self.config, self.settings, self._sources = config, config.agent, sources
         self._codec = codec
+        at_once = self.settings.at_once if self.settings.command else sys.maxsize
+        self.slots = asyncio.Semaphore(-(-at_once // config.num_workers))
+        """Programs that this worker may start beside those that run."""
         self.sessions: dict[str, AgentSession] = {}
         """{key of a rollout's calls: its session}"""
         self._readers: dict[str, CallReader] = {}
@@ -295,7 +299,9 @@ class AgentSession:
         """Start the agent and wait for its first call. Returns what the model reads; if the agent
         ends without a call, the prompt's text, so that the rollout has something to end with.
         """
+        await self.kit.slots.acquire()
         self._agent = asyncio.ensure_future(self.kit.run(prompt, self.key))
+        self._agent.add_done_callback(lambda _: self.kit.slots.release())
         self._agent.add_done_callback(lambda _: self._waiting.put_nowait(None))
         return await self._observation() or Observation(prompt.text or "?", max_tokens=1)
 
