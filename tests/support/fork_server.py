@@ -19,6 +19,7 @@ Processes of `multiprocessing` are not forked.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -137,7 +138,7 @@ def serve(listener: socket.socket) -> tuple[list[str], str, dict[str, str], dict
                         return words, folder, environment, dict(zip(numbers, files, strict=True))
                     for file in files:
                         os.close(file)
-                    line.send(str(pid).encode())
+                    tell(line, pid)
                     lines[line] = pid
                     selector.register(line, selectors.EVENT_READ)
                 elif key.fileobj is ours:
@@ -155,8 +156,14 @@ def serve(listener: socket.socket) -> tuple[list[str], str, dict[str, str], dict
                 del lines[line]
                 if line in selector.get_map():
                     selector.unregister(line)
-                    line.send(str(status).encode())
+                    tell(line, status)
                 line.close()
+
+
+def tell(line: socket.socket, number: int) -> None:
+    """Send a number to a proxy, which may have been killed a moment ago."""
+    with contextlib.suppress(OSError):
+        line.send(str(number).encode())
 
 
 def become(folder: str, environment: dict[str, str], files: dict[int, int]) -> None:

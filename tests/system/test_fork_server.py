@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -62,3 +63,11 @@ def test_no_later_test_finds_the_proxy() -> None:
     assert shutil.which("python") == sys.executable == fork_server.proxy()
     fork_server.use(False)
     assert shutil.which("python") != fork_server.proxy() != sys.executable
+
+
+def test_a_number_for_a_killed_proxy_is_dropped() -> None:
+    """It ended the server, and with it all later runs."""
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    its.close()
+    fork_server.tell(ours, 7)
+    ours.close()
