@@ -30,6 +30,7 @@ from megarl.settings.config import (
     RunConfig,
     SftConfig,
 )
+from megarl.settings.limits import POLL_S
 from megarl.settings.recipe_file import put
 from megarl.settings.rl import longest_request, sources
 from megarl.settings.schema import Config, leaves, require, shortened
@@ -39,8 +40,6 @@ Recipe = str | Path | dict[str, Any]
 """The path of a YAML file, or nested dicts."""
 EVENTS = ("on_start", "on_rollouts", "on_step", "on_evaluation", "on_end")
 """Methods that a callback of `Trainer` may have."""
-LOOK_S = 0.1
-"""Between two looks at the files of a run."""
 
 
 @dataclass(frozen=True)
@@ -248,7 +247,7 @@ class KeptEngines:
         keeper = RunProcess("run", config, module="megarl.rollout.keeper")
         try:
             while not keeper.printed().endswith(b"\n"):
-                if keeper.is_over(LOOK_S):
+                if keeper.is_over(POLL_S / 2):
                     keeper.close()
                     keeper.summary()
         except BaseException:
@@ -386,7 +385,7 @@ class Trainer:
         ):
             is_over = False
             while not is_over:
-                is_over = run.is_over(LOOK_S)
+                is_over = run.is_over(POLL_S / 2)
                 # From its start on the run's files have what counts of an earlier one, and grow.
                 if (start := last_start(folder)) == before and not is_over:
                     continue

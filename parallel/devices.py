@@ -16,8 +16,6 @@ from dataclasses import dataclass
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 """{major version of CUDA: first major version of a driver that runs it}"""
 
-DRIVER_WITHIN_S = 20.0
-"""For nvidia-smi, which loads the driver if no process has."""
 DEVICE_FILES = "/dev/nvidia[0-9]*"
 """Files that the driver's kernel module makes, one for each GPU."""
 
@@ -42,7 +40,7 @@ def _nvidia_smi(*arguments: str, stderr: int) -> tuple[int, str]:
             stderr=stderr,
             text=True,
             errors="replace",
-            timeout=DRIVER_WITHIN_S,
+            timeout=20.0,  # nvidia-smi loads the driver if no process has
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return -1, str(error)

@@ -26,7 +26,6 @@ LEAST_S = 2.0
 """Its smallest value beside 0, which means never."""
 BEAT_S, BEATS = 2.0, 15
 """Signs of life: every `BEAT_S` seconds, or `BEATS` times in `LOST_AFTER` if that is more often."""
-JUDGE_S = 0.5
 ANSWERS_WITHIN_S = 5.0
 """For the store to take in how ranks ended, and for the agent to call `NodeWatch.problem`."""
 ENDS_WITHIN_S = 15.0
@@ -126,7 +125,7 @@ class NodeWatch:
 
     def _judge(self) -> None:
         while not (problem := self._find_problem()):
-            if self._closed.wait(JUDGE_S) or self._left.is_set():
+            if self._closed.wait(0.5) or self._left.is_set():
                 return
         print(f"megarl: {problem}; the ranks of this node are ended", file=sys.stderr, flush=True)
         self._problem = problem

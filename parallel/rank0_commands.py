@@ -20,8 +20,6 @@ from torch.distributed import distributed_c10d
 from megarl.parallel.collectives import ASK_S, job_store
 from megarl.system.spans import activity
 
-MOST_BEAT_S = 5.0
-
 BEAT = "beat"
 
 
@@ -37,7 +35,7 @@ class Rank0Commands:
             name: the same on all ranks, where there are several `Rank0Commands`.
         """
         self.silence_s, self.longest_s = silence_s, longest_s
-        self._beat_s = min(MOST_BEAT_S, silence_s / 4)
+        self._beat_s = min(5.0, silence_s / 4)
         self._store = distributed_c10d.PrefixStore(f"megarl/{name}", job_store())
         self._num_given = self._num_read = 0
         self._is_first = dist.get_rank() == 0

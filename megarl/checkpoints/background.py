@@ -20,11 +20,10 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
+from megarl.settings.limits import POLL_S
 from megarl.system.console import say
 from megarl.system.files import in_thread
 
-LOOK_S = 0.1
-"""Between two looks for the reports of other ranks."""
 PROBLEM = "problem"
 """Key of a report that tells what went wrong, in the place of files."""
 
@@ -125,7 +124,7 @@ class Writing:
         while not self._written.done() or self._reports.exists():
             if time.monotonic() > deadline:
                 return False
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         return True
 
     def _write(self, write: Callable[[], Digests]) -> Digests:
@@ -162,7 +161,7 @@ class Writing:
                         reported[rank] = json.loads(path.read_text())
                         if PROBLEM in reported[rank]:
                             raise OSError(f"rank {rank}: {reported[rank][PROBLEM]}")
-                if len(reported) < self._num_ranks and self._has_reports.wait(LOOK_S):
+                if len(reported) < self._num_ranks and self._has_reports.wait(POLL_S):
                     reported = dict(enumerate(self._gathered or ()))
                     break
             if self._gathered is not None or not self._has_reports.is_set():

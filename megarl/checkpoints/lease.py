@@ -22,6 +22,7 @@ from concurrent.futures import wait
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from megarl.settings.limits import POLL_S
 from megarl.system.console import say
 from megarl.system.files import in_thread
 from megarl.system.process_state import machine
@@ -29,8 +30,6 @@ from megarl.system.process_state import machine
 NAME = ".owner.json"
 RENEW_S = 5.0
 """Between two heartbeats."""
-POLL_S = 0.25
-"""Between two looks at the file of another run."""
 ENDING_S = 3.0
 """Given to an owner to end, since a killed process takes a moment."""
 RECORD_BYTES = 1024

@@ -28,15 +28,13 @@ from ray.exceptions import ActorUnavailableError
 from zmq.utils.monitor import recv_monitor_message
 
 from megarl.errors import ActorUnreachable, ProcessLost
+from megarl.settings.limits import POLL_S
 from megarl.system.deaths import DEATHS, ENGINE_DEAD, why_dead
 from megarl.system.spans import Requests
 
 MAX_AT_ONCE = 64
 """Messages that are handled before the event loop does other work."""
 
-
-LOOK_S = 0.5
-"""Between two checks whether the connection lasts."""
 
 CONNECT_S = 60.0
 """Seconds that an actor has to connect."""
@@ -309,14 +307,14 @@ async def _connected(socket: EventSocket, place: ChannelPlace, route: bytes) -> 
         socket.send([b""])
         # The looks are counted: an actor that was stopped must not blame the connection.
         for look in itertools.count():
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
             while monitor.poll(0):
                 is_connected = recv_monitor_message(monitor)["event"] != zmq.EVENT_DISCONNECTED
                 if not is_connected:
                     return
             if plain.closed:
                 return
-            if not is_connected and look * LOOK_S > CONNECT_S:
+            if not is_connected and look * POLL_S > CONNECT_S:
                 raise ConnectionError(
                     f"{os.uname().nodename} cannot connect to the rollout service at {address}"
                     f" within {CONNECT_S:g} s; nodes of a run must reach each other at every port"

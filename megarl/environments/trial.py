@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 MOST_ROWS = 32
 """Rows, in training order, on which the verifier is tried."""
 
-LEAST_ROWS, ENOUGH_S = 4, 2.0
-"""After so many rows, none is begun if those after the first have taken so many seconds, nor after
-a time-out."""
+LEAST_ROWS = 4
+"""After so many rows, none is begun if those after the first have taken 2 s, nor after a time-out.
+"""
 
 
 def try_verifier(
@@ -111,7 +111,7 @@ async def _try(
             failed = result if isinstance(result, Verdict) and result.failure else None
             tried.append((prompt, failed))
             if len(tried) == 1:  # which imports what the verifier needs
-                until = time.monotonic() + ENOUGH_S
+                until = time.monotonic() + 2.0
             if failed and failed.failure == "timeout":
                 break
     finally:

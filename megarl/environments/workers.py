@@ -45,6 +45,7 @@ from megarl.environments.user_calls import COMPUTES
 from megarl.environments.user_code import Sources, UserFiles
 from megarl.environments.verifiers import named, own_files, setting_of
 from megarl.settings.environments import EnvironmentConfig
+from megarl.settings.limits import POLL_S
 from megarl.system.private_folder import MARK, kill_marked
 from megarl.types import Failure, Prompt
 
@@ -58,7 +59,6 @@ MOST_BYTES = 2**30
 """Longest reply."""
 GRACE_S = 5.0
 """Seconds without a sign of life, beyond a call's time limit, until a process is killed."""
-LOOK_S = 0.5
 DECODE_TRIES = 3
 
 
@@ -187,7 +187,7 @@ class Worker:
         try:
             while not (reading.done() or ended.done()):
                 looked_at = time.monotonic()
-                await asyncio.wait({reading, ended}, timeout=LOOK_S, return_when="FIRST_COMPLETED")
+                await asyncio.wait({reading, ended}, timeout=POLL_S, return_when="FIRST_COMPLETED")
                 self._look(time.monotonic() - looked_at)
             if self.lost is None:
                 # Its socket is closed: a second to end, and to read what it sent before.
@@ -232,7 +232,7 @@ class Worker:
 
     def _look(self, waited_s: float) -> None:
         """End the process if it owes a sign of life. `waited_s`: since the last look."""
-        if waited_s > LOOK_S + GRACE_S / 2:
+        if waited_s > POLL_S + GRACE_S / 2:
             # This process stood still itself, and has not read what came meanwhile.
             self._heard_at = time.monotonic()
         silent_s = time.monotonic() - self._heard_at

@@ -14,6 +14,7 @@ from megarl.errors import ActorUnreachable, ProcessLost
 from megarl.rollout.batch import assemble
 from megarl.rollout.evaluation import Evaluated
 from megarl.rollout.stored_arrays import StoredArrays, fetch
+from megarl.settings.limits import POLL_S
 from megarl.system.ray_calls import SERVICE_TIMEOUT_S, THE_SERVICE, ask, ask_service
 from megarl.system.signals import Stop
 from megarl.system.spans import Span, activity
@@ -21,9 +22,6 @@ from megarl.types import Cursor, Group, Prompt, StepBatch, TokenArrays
 
 SERVICE = "rollouts"
 """Name of the service's actor."""
-
-STOP_POLL_S = 0.2
-"""Between two checks for a stop signal; an answer ends a wait at once."""
 
 PROGRESS_POLL_S, POLL_SHARE = 5.0, 1 / 60
 """Between two questions of data rank 0 for progress. Other ranks ask as often only if this is more
@@ -140,7 +138,7 @@ class RolloutClient:
         for reference in pending:
             with self._wait("responses"):
                 watch = self._progress_watch("responses")
-                while not ray.wait([reference], timeout=STOP_POLL_S)[0]:
+                while not ray.wait([reference], timeout=POLL_S)[0]:
                     watch()
             yield ask(THE_SERVICE, reference, SERVICE_TIMEOUT_S, "collecting responses")
 
@@ -154,10 +152,10 @@ class RolloutClient:
             watch = self._progress_watch(f"token arrays of {what}")
             while refs and time.monotonic() < deadline:
                 self._tell_stop()
-                if not ray.wait(refs, num_returns=len(refs), timeout=STOP_POLL_S)[1]:
+                if not ray.wait(refs, num_returns=len(refs), timeout=POLL_S)[1]:
                     break
                 watch()  # Ray may have taken the service for dead meanwhile
-            return fetch(arrays, max(STOP_POLL_S, deadline - time.monotonic()), what)
+            return fetch(arrays, max(POLL_S, deadline - time.monotonic()), what)
 
     def _tell_stop(self) -> None:
         if self.stop and not self._is_told:
@@ -175,7 +173,7 @@ class RolloutClient:
                 while True:
                     self._tell_stop()
                     reference = reference or call()
-                    if not ray.wait([reference], timeout=STOP_POLL_S)[0]:
+                    if not ray.wait([reference], timeout=POLL_S)[0]:
                         watch()
                         continue
                     try:

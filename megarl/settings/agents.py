@@ -41,7 +41,9 @@ class AgentConfig(Config):
     time_limit_s: Annotated[float, Range(0.01, 86400.0)] = 60.0
     """Seconds of the agent's own time in a rollout, without waiting for the model; beyond it the
     rollout failed."""
-    at_once: Annotated[int, Range(1, 65536), Of("command", fix="set environment.agent.command")] = 256
+    at_once: Annotated[int, Range(1, 65536), Of("command", fix="set environment.agent.command")] = (
+        256
+    )
     """Most programs that run at the same time, divided over `environment.num_workers`; other
     rollouts wait."""
     context_tokens: Annotated[int, Range(0, MOST_TOKENS)] = 0

@@ -22,8 +22,8 @@ SERVICE_TIMEOUT_S = 120.0
 """For a call that does not wait for rollouts."""
 
 
-UNREACHABLE_S, POLL_S = 15.0, 0.5
-"""A call is repeated for so long, and so often, while the service cannot be reached."""
+UNREACHABLE_S = 15.0
+"""A call is repeated for so long while the service cannot be reached."""
 
 GOES_ON = "`--resume auto` goes on from the newest checkpoint"
 
@@ -89,4 +89,4 @@ def ask_service(call: Callable[[], Any], doing: str) -> Any:
         except ActorUnreachable:
             if time.monotonic() > deadline:
                 raise
-            time.sleep(POLL_S)
+            time.sleep(0.5)

@@ -68,7 +68,7 @@ def test_a_signal_during_the_wait_for_arrays_is_told(monkeypatch: pytest.MonkeyP
     assert made._fetch("arrays", ARRAYS) == ["arrays of a", "arrays of b"]
     assert store.told == ["ending the run"] and len(store.asked) == 5
     assert made._fetch("arrays", []) == []
-    assert max(store.asked) <= rollout_client.STOP_POLL_S
+    assert max(store.asked) <= rollout_client.POLL_S
 
 
 def test_arrays_that_do_not_come_end_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:

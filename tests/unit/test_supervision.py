@@ -675,7 +675,6 @@ def test_a_service_that_is_away_for_a_moment_is_asked_again(
         return reference
 
     monkeypatch.setattr(asking, "ray", SimpleNamespace(get=get))
-    monkeypatch.setattr(asking, "POLL_S", 0.01)
     assert asking.ask_service(lambda: "answer", "asking") == "answer" and not errors
     monkeypatch.setattr(asking, "UNREACHABLE_S", 0.05)
     errors += [away] * 1000

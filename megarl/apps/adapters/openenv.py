@@ -16,11 +16,10 @@ import numpy as np
 from megarl.apps.adapters.episodes import begun, episode_of, replied, row, seeds
 from megarl.apps.adapters.packages import package
 from megarl.environments.session import Observation
+from megarl.settings.limits import POLL_S
 from megarl.settings.schema import require
 from megarl.types import Prompt
 
-PAUSE_S = 0.2
-"""Seconds before another attempt at a server that has no room for a further environment."""
 FULL, CLOSED = "CAPACITY_REACHED", "ConnectionClosed"
 """How such a server answers, and the error if it has closed the connection meanwhile."""
 ROWS_WITHIN_S = 300.0
@@ -69,7 +68,7 @@ class Connection:
                     raise
             await self._client.close()
             self._client = self._new()
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(POLL_S)  # until another environment has ended
 
     async def step(self, text: str) -> tuple[str, float, bool]:
         """Take a turn of the model; returns (observation, reward, whether the episode is over)."""

@@ -40,8 +40,6 @@ from megarl.system.host_memory import free_memory
 from megarl.system.process_env import prepare_environment
 from megarl.trainer import threads
 
-ALL_WITHIN_S = 100.0
-"""Seconds until all checks have ended."""
 PROCESS_WITHIN_S = 90.0
 """Default deadline in seconds of a program that a check runs. Starting Ray or importing vLLM takes
 a quarter of it on a busy machine with two cores and cold disks."""
@@ -448,7 +446,7 @@ CHECKS: dict[str, Callable[[], Iterator[Finding]]] = {
 
 
 def run_checks(
-    checks: dict[str, Callable[[], Iterator[Finding]]], *, within_s: float = ALL_WITHIN_S
+    checks: dict[str, Callable[[], Iterator[Finding]]], *, within_s: float = 100.0
 ) -> list[Finding]:
     """Run `checks`, {name: function that yields findings}, in parallel threads, and return all
     findings in the order of `checks`. Blocks for about `within_s` seconds at most. A check that

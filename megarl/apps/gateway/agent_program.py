@@ -33,8 +33,6 @@ MOST_OUTPUT = 2**20
 """Bytes of an agent's output that are kept: of its standard output the last, which hold the
 answer."""
 ERROR_BYTES = 2000
-REMOVE_WITHIN_S = 1.0
-"""Seconds that the removal of an agent's folder is waited for."""
 NETWORK_SINCE = 4
 """First version of Landlock that can restrict TCP connections (Linux 6.7)."""
 STARTER = """import json, os, resource, sys
@@ -178,7 +176,7 @@ async def run_agent_program(
     finally:
         # Of millions of files the rest is removed while the rollout goes on.
         removed = in_thread("removal", functools.partial(remove_folder, folder))
-        await asyncio.wait([asyncio.wrap_future(removed)], timeout=REMOVE_WITHIN_S)
+        await asyncio.wait([asyncio.wrap_future(removed)], timeout=1.0)
 
 
 def _answer(result: Path | None, said: str) -> Any:

@@ -44,9 +44,6 @@ MOST_ITEMS = 5_000
 """Most items in all lists of a request: messages, parts of contents, tools."""
 MOST_OPEN = 256
 """Calls of one rollout that may be open at the same time."""
-BEGIN_S, ALIVE_S = 0.1, 0.4
-"""Seconds after which a streamed response begins, whose errors had a status of their own until
-then, and between the comments which show a client that it goes on."""
 ESTABLISHED, CLOSED = 1, 7
 """States of a TCP connection (Linux): both sides may write; it was reset."""
 MOST_TOLD = 32
@@ -223,14 +220,15 @@ class Gateway:
         again = request.headers.get("x-stainless-retry-count", "0") != "0"  # OpenAI's, Anthropic's
         call = session.submit(call, again)
         connection.take(call)
-        await connection.wait(call, BEGIN_S if asked.is_stream else None)
+        # Until a streamed response begins, its errors have a status of their own.
+        await connection.wait(call, 0.1 if asked.is_stream else None)
         if call.error is not None:
             raise call.error
         if asked.is_stream:
             await _start_stream(send)
             while not call.ended.is_set() and connection.is_open:
                 await _write(send, b": the model is at work\n\n", more=True)
-                await connection.wait(call, ALIVE_S)
+                await connection.wait(call, 0.4)
         if not connection.is_open:
             if asked.is_stream:
                 return await _write(send, b"")

@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megarl.apps.launch.launch_plan import Addresses, Process
-from megarl.apps.launch.node_process import END, KILL, MARGIN_S, POLL_S
+from megarl.apps.launch.node_process import END, KILL, MARGIN_S
 from megarl.apps.launch.slurm import srun
 from megarl.settings.config import HANDED
+from megarl.settings.limits import POLL_S
 from megarl.system.console import printable
 from megarl.system.private_folder import PrivateFolder, kill_marked, refuse_open
 from megarl.system.signals import SHUTDOWN_S, ignore_while_closing

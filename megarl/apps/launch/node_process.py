@@ -26,11 +26,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from megarl.settings.limits import POLL_S
 from megarl.system.private_folder import MARK, PrivateFolder, use
 from megarl.system.signals import SHUTDOWN, SHUTDOWN_S, die_with_parent
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-POLL_S = 0.2
 MARGIN_S = 15.0
 """Seconds that processes have to end once they have been told to, beyond the seconds that torchrun
 waits for its ranks."""
@@ -39,8 +39,6 @@ RAY_STARTS, RAY_STARTS_WITHIN_S = 3, 60.0
 """Number of times that Ray is started where it fails, and seconds after which a Ray that ends
 counts as one that had started. Ray gives its own processes 30 s to start, which cannot be set and
 which a busy machine exceeds."""
-SIGNAL_FOLLOWS_S = 3.0
-"""Seconds within which Slurm's SIGTERM follows the end of the input that it has caused."""
 
 
 def main(kind: str, words: Sequence[str]) -> int:
@@ -109,7 +107,8 @@ def obey(program: subprocess.Popen[bytes], told_at: list[float]) -> None:
     while program.poll() is None:
         if closed_at:
             ends_within_s = MARGIN_S + float(os.environ.get(SHUTDOWN, SHUTDOWN_S))
-            patience_s = ends_within_s if told_at else SIGNAL_FOLLOWS_S
+            # Slurm's SIGTERM follows the end of the input that it has caused.
+            patience_s = ends_within_s if told_at else 3.0
             if time.monotonic() > closed_at + patience_s:
                 program.kill()
             time.sleep(POLL_S)

@@ -26,7 +26,6 @@ from megarl.system.trace_files import ProcessTrace, newest_traces, read_traces
 
 SHOWN = ("reward/mean", "accuracy", "loss", "length/mean", "time/step_s")
 """Metrics of the last step that are shown."""
-STACKS_WITHIN_S = 5.0
 CLEAR = "\x1b[H\x1b[2J"
 """Clears the terminal."""
 
@@ -140,7 +139,7 @@ def stacks_of(folder: Path, traces: list[ProcessTrace]) -> dict[str, str]:
     for trace in alive:
         with suppress(OSError):
             os.kill(trace.pid, SIGNAL)
-    until, texts = time.monotonic() + STACKS_WITHIN_S, dict[str, str]()
+    until, texts = time.monotonic() + 5.0, dict[str, str]()
     while time.monotonic() < until:
         time.sleep(0.3)  # in which a process that is writing goes on
         last, texts = texts, {n: file.read_text()[before[n] :] for n, file in files.items()}

@@ -36,8 +36,6 @@ COLUMN = "fields."
 """Beginning of a template's field, such as `fields.question`, that stands for a column of the
 prompt's row in the data set."""
 FIELD = regex.compile(r"|prompt|response|answer|fields\.[^{}!:]+")
-SEARCH_LIMIT_S = 1.0
-"""Most seconds of one search in a judge's text: a pattern such as `(a+)+b` may need years."""
 
 
 def parse_template(template: str, setting: str) -> list[tuple[str, str]]:
@@ -172,7 +170,8 @@ class VerdictReader:
         """The score of the last match in `text`, which a judge has generated. Raises `BadScore` if
         there is no match, no known verdict, or a number out of range.
         """
-        verdicts = [match[1] for match in self._pattern.finditer(text, timeout=SEARCH_LIMIT_S)]
+        # A pattern such as `(a+)+b` may need years.
+        verdicts = [match[1] for match in self._pattern.finditer(text, timeout=1.0)]
         if not verdicts or verdicts[-1] is None:
             line = " ".join(text.split())
             end = line if len(line) <= 200 else f"...{line[-197:]}"

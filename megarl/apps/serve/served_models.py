@@ -39,7 +39,7 @@ from megarl.engines.vllm_arguments import engine_arguments, tokenizer_arguments
 from megarl.environments.scores import BadScore, Outcome
 from megarl.errors import ProcessLost, UserError
 from megarl.parallel.mesh import local_device
-from megarl.settings.limits import MOST_TOKENS
+from megarl.settings.limits import MOST_TOKENS, POLL_S
 from megarl.settings.rollout import EngineConfig
 from megarl.settings.schema import require, shortened
 from megarl.settings.serve import JudgeConfig, ServedModelConfig
@@ -55,9 +55,6 @@ from megarl.types import Prompt
 
 HEADS = (SCORE, "classifier.weight", "classifier.out_proj.weight")
 """Names of the weight of the last layer in Hugging Face's sequence classifiers."""
-END_WITHIN_S = 1.0
-"""Seconds that vLLM has to end before its processes are killed."""
-POLL_S = 0.2
 START = """
 import signal, sys
 from megarl.system.signals import die_with_parent
@@ -320,7 +317,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         process.terminate()
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(END_WITHIN_S):
+        async with asyncio.timeout(1.0):
             await process.wait()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

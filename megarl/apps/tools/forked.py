@@ -16,8 +16,6 @@ from typing import Any
 
 MOST_S = 2.0
 """CPU seconds of a call."""
-LATEST_S = 30.0
-"""Seconds after which a copy is ended that waits instead of working."""
 FORK = multiprocessing.get_context("fork")
 _threads = ThreadPoolExecutor(2)
 """They wait for copies; no more run at the same time."""
@@ -42,7 +40,7 @@ def _run(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     copy.start()
     writer.close()
     try:
-        if not reader.poll(LATEST_S):
+        if not reader.poll(30.0):  # it waits instead of working
             raise EOFError
         result, error = reader.recv()
     except EOFError:

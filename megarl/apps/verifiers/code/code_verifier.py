@@ -28,8 +28,6 @@ SHARE_OF_LIMIT = 0.9
 FIRST_TESTS = 4
 """Number of tests in the first round; each further round has twice as many. A wrong program ends
 with the round in which it fails."""
-READ_WITHIN_S = 5.0
-"""Seconds in which the tests of rows are read before a run."""
 HOLDS = {
     "auto": "programs run under Landlock and seccomp: no network, only the interpreter to read,"
     " limits on time, memory, processes, files and output",
@@ -136,9 +134,9 @@ def say_protection(config: EnvironmentConfig) -> None:
 def check_rows(config: EnvironmentConfig, prompts: Iterable[Prompt], setting: str) -> None:
     """Raise `ValueError`, naming the row, unless the verifier `code` finds tests in the row of
     every prompt that it scores, and it is clear which names in them are the program's. Ends after
-    `READ_WITHIN_S`. `setting`: the recipe's section that the prompts are read from, for messages.
+    5 s. `setting`: the recipe's section that the prompts are read from, for messages.
     """
-    programs, until = config.programs, time.monotonic() + READ_WITHIN_S
+    programs, until = config.programs, time.monotonic() + 5.0
     for prompt in prompts:
         name = prompt.environment
         if name not in programs or time.monotonic() > until:
