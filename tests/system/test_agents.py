@@ -74,6 +74,7 @@ def test_a_program_is_trained(tmp_path: Path) -> None:
     assert whole and all(one["metrics"]["conversations"] == 2.0 for one in whole)
 
 
+@pytest.mark.nightly
 def test_an_asynchronous_run_is_repeated(tmp_path: Path) -> None:
     """Of functions with tools, some of which fail: the replay gives the same bits."""
     tree = recipe_of(tmp_path, {"function": f"{tmp_path}/own.py:faulty"})

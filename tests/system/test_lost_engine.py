@@ -245,6 +245,7 @@ def test_the_run_goes_on_with_a_fresh_engine(tmp_path: Path) -> None:
     refuses_torn_batches(tmp_path / "run")
 
 
+@pytest.mark.nightly
 def test_a_run_whose_last_engine_dies_ends_and_resumes(tmp_path: Path) -> None:
     """It loses one rank of two. No checkpoint has step 1 or 2: they are done again."""
     done, tree = killing_run(tmp_path, "rank", num_engines=1, engine={"tensor": 2})

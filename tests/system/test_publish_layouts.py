@@ -190,11 +190,7 @@ TIED, UNTIED, *MIXED = CASES
 
 @pytest.mark.parametrize(
     "case",
-    [
-        TIED,
-        MIXED[0],
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in (UNTIED, *MIXED[1:])),
-    ],
+    [TIED, *(pytest.param(name, marks=pytest.mark.nightly) for name in (UNTIED, *MIXED))],
 )
 def test_engines_compute_with_the_weights_of_every_version(case: str, tmp_path: Path) -> None:
     from transformers import AutoConfig

@@ -192,6 +192,7 @@ def greedy(folder: str, ids: list[int], most: int) -> str:
     return load_tokenizer(folder).decode(out[len(ids) :], skip_special_tokens=True)
 
 
+@pytest.mark.nightly
 def test_a_judge_scores_by_what_it_writes_and_nothing_else(tmp_path: Path) -> None:
     """The server ends with its engine, and leaves nothing."""
     folder = str(write_model(tmp_path / "model", biases=True, seed=3))

@@ -185,7 +185,7 @@ def move_routers(role: Any) -> None:
                 weight.add_(1e-6 * torch.randn(weight.shape, generator=draw).sign())
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("tensor", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_with_replay_the_trainers_logprobs_are_the_engines_though_routers_differ(
     tmp_path: Path, tensor: int
 ) -> None:

@@ -65,6 +65,7 @@ def test_installed_kernels_wins_from_the_root_folder(tmp_path: Path) -> None:
     assert shows(tmp_path, code) == str(tmp_path / "kernels" / "__init__.py")
 
 
+@pytest.mark.nightly
 @pytest.mark.engine
 def test_installed_kernels_wins_in_a_ray_worker(tmp_path: Path) -> None:
     """Ray puts the driver's working folder first on its workers' path."""
