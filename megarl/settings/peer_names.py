@@ -60,7 +60,19 @@ environment.verifier | environment.rewards | reward_models
 mask_truncated_completions overlong_filter overlong_filtering filter_overlong mask_truncated = \
 algorithm.truncated ('leave_out')
 overlong_buffer overlong_buffer_cfg soft_max_length soft_punish_cache = environment.overlong
-loss_type = algorithm.loss | loss.method
+loss_type = algorithm.aggregation ('sequence', 'token' or 'constant') | algorithm.loss | loss.method
+loss_agg_mode = algorithm.aggregation
+filter_groups dynamic_filtering = rollout.dynamic_sampling
+enforce_eager = rollout.engine.compile (false, where it is true)
+free_cache_engine vllm_enable_sleep vllm_enable_sleep_mode = \
+rollout.placement (colocated: engines sleep while ranks train)
+max_num_seqs = rollout.engine.max_num_sequences
+gpu_memory_utilization vllm_gpu_memory_utilization = rollout.engine.gpu_memory_utilization
+optimizer_offload adam_offload = training.offload_optimizer
+enable_gradient_checkpointing gradient_checkpointing = training.gradient_checkpointing
+tis_imp_ratio_cap = algorithm.correction.high
+reward_weights = environment.rewards
+filter_overlong_prompts = prompts.too_long (drop)
 apply_chat_template = \
 prompts.template ('chat') | demonstrations.template ('chat') | preferences.template ('chat')
 chat_template_kwargs apply_chat_template_kwargs enable_thinking = \

@@ -211,9 +211,9 @@ def test_the_cells_of_the_notebook_run(place: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     assert "the checkpoint of step" in done.stderr and "goes on from there" in done.stderr
     lines = done.stdout.splitlines()
-    assert lines[1].split()[0] == "1" and lines[2].split()[0] == "4"
-    assert [line.split()[0] for line in lines[3:13]] == [f"{digit}=" for digit in range(10)]
-    assert lines[13] == "1 runs/notebook runs/exact"
+    assert lines[0].split()[0] == "1" and lines[1].split()[0] == "4"
+    assert [line.split()[0] for line in lines[2:12]] == [f"{digit}=" for digit in range(10)]
+    assert lines[12] == "1 runs/notebook runs/exact"
     engines = [place / "runs" / name / "activity/engine0.json" for name in ("notebook", "exact")]
     pids = [set(re.findall(r'"host":"[^"]*","pid":(\d+)', path.read_text())) for path in engines]
     assert pids[0] == pids[1] and len(pids[0]) == 1, "three runs have had one engine"

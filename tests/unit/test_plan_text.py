@@ -261,8 +261,20 @@ def test_shared_gpus_are_added_up(picture: Picture) -> None:
     total = sum(rows[name]["memory"]["total"] for name in ("policy", "reference", "engine 3"))
     assert rows["fullest"] == pytest.approx(total, abs=0.02)
     assert rows["policy"]["gpu_memory_utilization"].startswith("at most 0.")
+    assert "warning" not in rows
     # Ray on the nodes of the policy and its engines, without GPUs: engines follow the ranks.
     assert ray_of(shown) == {0: 0, 5: 0, 6: 0, 7: 0}
+
+
+def test_models_of_more_than_80_gb_are_named(picture: Picture) -> None:
+    """Here of the policy and the reference on its GPUs, without the engine that takes turns."""
+    changes: dict[str, Any] = {"reference": {}, "critic.ranks": list(range(8, 40))}
+    changes |= {"reward_models.judge.ranks": list(range(40, 48)), "training.layout.data": 1}
+    changes |= {"rollout.placement": "colocated", "rollout.max_staleness": 0}
+    changes |= {"rollout.num_engines": 1, "weight_sync.transport": "point_to_point"}
+    rows = rows_of(picture(*CLUSTER, **changes))
+    total = rows["policy"]["memory"]["total"] + rows["reference"]["memory"]["total"]
+    assert total > 80 and rows["warning"].startswith(f"{total:.2f} GiB on a GPU, more than 80 GB")
 
 
 def test_ranks_beside_engines_on_every_node(picture: Picture) -> None:

@@ -316,6 +316,10 @@ def test_words_of_a_command_line_have_the_home_folder(at_home: Path) -> None:
 @pytest.mark.parametrize(("kind", "key", "says"), [
     (RunConfig, "rollout.num_generations", "here it is rollout.group_size or sample.samples"),
     (RunConfig, "beta", "here it is algorithm.kl.coefficient"),
+    (RunConfig, "loss_type", "here it is algorithm.aggregation .* or algorithm.loss"),
+    (RunConfig, "optimizer_offload", "here it is training.offload_optimizer$"),
+    (RunConfig, "training.optimizer_offload", "here it is training.offload_optimizer$"),
+    (RunConfig, "rollout.enforce_eager", "here it is rollout.engine.compile"),
     (SftConfig, "training.gradient_accumulation_steps",
      "here it is training.micro_batch_tokens .* samples_per_step"),
     (SftConfig, "max_length", "here it is demonstrations.max_tokens$"),

@@ -64,7 +64,8 @@ def plan_text(facts: Mapping[str, str], plan: LaunchPlan, gpus: Gpus, commands: 
 
 def placement(plan: LaunchPlan, gpus: Gpus) -> dict[str, Any]:
     """{model (policy, critic, ...) or engine: its row}, and on GPUs `free` ones, and `fullest`: GiB
-    on the GPU that has most, of all models and engines there.
+    on the GPU that has most, of all models and engines there. Last comes a warning if the models
+    there, without colocated engines, are more than 80 GB.
     """
     config = plan.config
     rows = {name: role_row(name, plan, gpus) for name in plan.roles}
@@ -81,12 +82,17 @@ def placement(plan: LaunchPlan, gpus: Gpus) -> dict[str, Any]:
             at[f"engine {number}"] = own
     if gpus.on_cpu:
         return rows
-    used = Counter[Gpu]()
+    used, kept = Counter[Gpu](), Counter[Gpu]()
     for name, own in at.items():
         if isinstance(sizes := rows[name]["memory"], dict):
             used.update(dict.fromkeys(own, sizes["total"]))
-    fullest = round(max(used.values(), default=0), 2)
-    return rows | {"free": gpus_by_node(gpus.free), "fullest": fullest}
+            if name in plan.roles or not plan.colocated:
+                kept.update(dict.fromkeys(own, sizes["total"]))
+    most, fullest = (max(sizes.values(), default=0) for sizes in (kept, used))
+    found: Row = {"free": gpus_by_node(gpus.free), "fullest": round(fullest, 2)}
+    if most * GIB > 80e9:
+        found["warning"] = f"{most:.2f} GiB on a GPU, more than 80 GB, and a step needs more"
+    return rows | found
 
 
 def role_row(name: str, plan: LaunchPlan, gpus: Gpus) -> Row:
