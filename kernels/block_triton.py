@@ -40,6 +40,9 @@ class TritonBlock:
     raise `ValueError` for other inputs, and for scales or soft caps that are not positive.
     """
 
+    others: dict[int, Tiles] = {}
+    """{head width: tiles of kernels in place of the usual ones}"""
+
     def __init__(self, tiles: Tiles | None = None, descriptors: bool = False) -> None:
         """`tiles`: None for those that suit the device, head width and dtype. `descriptors`:
         whether inner loops load by tensor descriptors (Hopper's tensor memory accelerator) where
@@ -127,7 +130,8 @@ class TritonBlock:
         )  # fmt: skip
 
     def _tile(self, name: str, q: torch.Tensor) -> Tile:
-        return (self.tiles or tiles_of(q.device, q.dtype, q.shape[2]))[name]
+        usual = self.tiles or tiles_of(q.device, q.dtype, q.shape[2])
+        return (usual | self.others.get(q.shape[2], {}))[name]
 
     def _walked(self, tile: Tile, *tensors: torch.Tensor) -> tuple[list[Any], bool]:
         """(kernel arguments for `tensors` [L, H, D], whether they are tensor descriptors)."""
@@ -171,6 +175,25 @@ class TritonBlock:
             "PRECISION": "ieee" if q.dtype == torch.float32 else None,
             "CAPPED": cap is not None,
         }
+
+
+class WideKeys(TritonBlock):
+    """Backward on Hopper in 16 bit, not yet timed: each of the two warp groups owns 64 keys, so that
+    the products of their gradients have 128 columns in place of 64.
+    """
+
+    others = {128: {"grad_keys": Tile(128, 32, 8, 3)}}
+
+
+class SmallPrograms(TritonBlock):
+    """As `WideKeys`, with four warps a program: two programs share a multiprocessor, and one
+    computes while the other waits.
+    """
+
+    others = {
+        64: {"grad_keys": Tile(64, 64, 4, 3), "grad_queries": Tile(64, 64, 4, 2)},
+        128: {"grad_keys": Tile(64, 32, 4, 3), "grad_queries": Tile(64, 64, 4, 2)},
+    }
 
 
 def _base2(cap: float | None) -> float:

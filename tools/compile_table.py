@@ -45,6 +45,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 TARGETS = (80, 90, 100)
 NO_SPILLS = (64, 80, 96, 128)
 """Head widths at which inner loops may not spill."""
+OTHER_BLOCKS = ("WideKeys", "SmallPrograms")
 TOKENS, QUERY_HEADS, KV_HEADS, VOCABULARY = 512, 4, 2, 8192
 
 
@@ -127,22 +128,25 @@ def compiling(capability: int) -> Iterator[dict[str, Any]]:
         yield found
 
 
-def launch_attention(capability: int, dtype: Any, width: int, descriptors: bool = False) -> None:
-    """Forward and backward of the Triton block, as on a GPU of this compute capability."""
+def launch_attention(
+    capability: int, dtype: Any, width: int, descriptors: bool = False, block: str = "TritonBlock"
+) -> None:
+    """Forward and backward of a Triton block, as on a GPU of this compute capability."""
+    from megarl.kernels import block_triton
     from megarl.kernels.block import Positions
-    from megarl.kernels.block_triton import TritonBlock
     from megarl.kernels.tiles import tiles_for
 
     row, starts = torch.arange(TOKENS), torch.tensor([0, TOKENS])
-    block = TritonBlock(tiles_for(SHARED_KIB[capability] * 1024, dtype, width), descriptors)
+    tiles = tiles_for(SHARED_KIB[capability] * 1024, dtype, width)
+    made = getattr(block_triton, block)(tiles, descriptors)
     positions = Positions.of(row, starts)
-    work = block.prepare(positions, positions, torch.device("cpu"))
+    work = made.prepare(positions, positions, torch.device("cpu"))
     assert work is not None
     shapes = ((TOKENS, heads, width) for heads in (QUERY_HEADS, KV_HEADS, KV_HEADS))
     q, k, v = (torch.zeros(shape, dtype=dtype) for shape in shapes)
     out, lse = torch.zeros(q.shape), torch.zeros(QUERY_HEADS, TOKENS)
-    block.forward(q, k, v, work, 0.1, out, lse)
-    block.backward(q, q, k, v, out, lse, work, 0.1, out, k.float(), v.float())
+    made.forward(q, k, v, work, 0.1, out, lse)
+    made.backward(q, q, k, v, out, lse, work, 0.1, out, k.float(), v.float())
 
 
 def launch_logprobs(dtype: Any) -> None:
@@ -234,19 +238,27 @@ def facts(kernel: str, made: Any, log: str, **where: Any) -> Compiled:
 def compile_all(
     targets: Iterable[int], widths: Iterable[int], dtypes: Iterable[str], descriptors: bool = False
 ) -> Iterator[Compiled]:
-    """Every kernel at every width and type for every target, one after another."""
+    """Every kernel at every width and type for every target, one after another. On Hopper in 16 bit
+    also the other backward kernels of `block_triton`.
+    """
     widths, dtypes = list(widths), list(dtypes)
     without_width = (launch_logprobs, launch_elementwise, launch_experts)
     for target, name in itertools.product(targets, dtypes):
-        dtype, launches = getattr(torch, name), list[tuple[int | None, Callable[[], None]]]()
+        dtype = getattr(torch, name)
+        launches = list[tuple[str, int | None, Callable[[], None]]]()
         for width in widths:
-            launches.append((width, partial(launch_attention, target, dtype, width, descriptors)))
-        launches += [(None, partial(one, dtype)) for one in without_width]
-        for width, launch in launches:
+            attention = partial(launch_attention, target, dtype, width, descriptors)
+            launches.append(("", width, attention))
+            if target == 90 and dtype != torch.float32 and width in (64, 128):
+                launches += [(one, width, partial(attention, one)) for one in OTHER_BLOCKS]
+        launches += [("", None, partial(one, dtype)) for one in without_width]
+        for block, width, launch in launches:
             with compiling(target) as found:
                 launch()
             for kernel, (made, log) in found.items():
-                yield facts(kernel, made, log, width=width, dtype=name, target=target)
+                if not block or kernel.startswith("grad_"):
+                    title = f"{kernel} of {block}" if block else kernel
+                    yield facts(title, made, log, width=width, dtype=name, target=target)
 
 
 def table(rows: Iterable[Compiled]) -> Iterator[str]:

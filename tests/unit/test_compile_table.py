@@ -65,6 +65,6 @@ def test_the_largest_tiles_need_the_largest_memory() -> None:
 ])  # fmt: skip
 def test_kernels_meet_the_bar(target: int, width: int) -> None:
     rows = list(compile_all([target], [width], ["bfloat16"]))
-    assert len(rows) == 11
+    assert len(rows) == (15 if target == 90 and width in (64, 128) else 11)
     assert [(row.kernel, row.problem) for row in rows if row.problem] == []
     assert all(16 <= row.registers <= 255 for row in rows)

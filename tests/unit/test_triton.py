@@ -131,6 +131,17 @@ def test_attention_with_a_soft_cap(cap: float, width: int, dtype: torch.dtype) -
     compare(LAYOUTS["zigzag"], 1, (4, 2), width, dtype, triton_block(), DEVICE, cap=cap)
 
 
+@on_device
+@pytest.mark.parametrize(("name", "width"), [
+    ("WideKeys", 128), *map(nightly, ("SmallPrograms",) * 2, (64, 128)),
+])  # fmt: skip
+def test_attention_with_another_backward(name: str, width: int) -> None:
+    from megarl.kernels import block_triton
+
+    block = getattr(block_triton, name)()
+    compare(LAYOUTS["zigzag"], 1, (2, 1), width, torch.float16, block, DEVICE)
+
+
 @here
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_head_of_another_width_is_two_tiles(dtype: torch.dtype) -> None:

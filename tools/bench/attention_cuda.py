@@ -23,6 +23,8 @@ from megarl.kernels.block import Positions
 from megarl.kernels.sequence_attention import AttentionPlan
 from megarl.parallel.sequence import cut
 
+OTHERS = {"triton, wide keys": "WideKeys", "triton, small programs": "SmallPrograms"}
+"""{name in the table: class in kernels/block_triton.py}"""
 Way = tuple[Callable[[], Any], Callable[[], Any], int]
 """Forward and backward of a kernel, and the pairs of query and key that it must compute."""
 
@@ -62,7 +64,11 @@ def timed(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[flo
 
 
 def block_of(name: str) -> Callable[[], Any]:
-    """The block of `BLOCKS`, or a path/to/file.py:Class of one's own."""
+    """The block of `BLOCKS`, a `TritonBlock` with another backward, or a path/to/file.py:Class."""
+    from megarl.kernels import block_triton
+
+    if name in OTHERS:
+        return getattr(block_triton, OTHERS[name])
     return function_of(name, BLOCKS, "training.sequence.block", is_class=True)
 
 
@@ -193,7 +199,7 @@ def bench_kernels(args: Args, device: torch.device) -> dict[str, Any]:
     return bench(
         args,
         {
-            **{name: partial(blocks, name) for name in (args.block, "triton", "cudnn")},
+            **{name: partial(blocks, name) for name in (args.block, "triton", *OTHERS, "cudnn")},
             "torch flash": partial(stock, "flash", SDPBackend.FLASH_ATTENTION),
             "torch cuDNN": partial(stock, "cuDNN", SDPBackend.CUDNN_ATTENTION),
             "torch varlen": partial(varlen_runs, "torch varlen", torch_varlen, tensors, packed),
