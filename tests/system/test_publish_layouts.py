@@ -67,18 +67,24 @@ def publishes(
     with ExitStack() as stack:
         # Many buckets, and layers that are cut.
         stack.enter_context(patch.object(WeightSyncConfig, "bucket_bytes", 2**12))
-        device = mesh_module.initialise(timeout_s=240)
+        device = mesh_module.initialise(timeout_s=400)
         layout = Layout(data=2, tensor=2)
         if config.model_type in MIXTURES:
             layout = Layout(data=2, tensor=2, expert=2)
-        mesh = stack.enter_context(ProcessMesh(layout, timeout_s=240))
+        mesh = stack.enter_context(ProcessMesh(layout, timeout_s=400))
         engines: list[Any] = [None] * len(topologies)
         if mesh.rank == 0:
             cluster = stack.enter_context(
                 Cluster(namespace=f"test-{os.getpid()}", token=own_cluster_token())
             )
             engines = [
-                engines_in(cluster, Path(folder), EngineConfig(tensor=tensor), 64, count=count)
+                engines_in(
+                    cluster,
+                    Path(folder),
+                    EngineConfig(tensor=tensor, start_timeout_s=360.0),
+                    64,
+                    count=count,
+                )
                 for count, tensor in topologies
             ]
         policy = Policy(
@@ -204,7 +210,7 @@ def test_engines_compute_with_the_weights_of_every_version(case: str, tmp_path: 
         config = AutoConfig.from_pretrained(folder).to_dict()
         recorded_table(str(folder), config, tensor, on_cpu=True)
     answers = run_ranks(
-        4, __file__, "publishes", str(folder), topologies, transports, zero_stage, timeout_s=420
+        4, __file__, "publishes", str(folder), topologies, transports, zero_stage, timeout_s=560
     )[0]
     assert len(answers) == PUBLISHES
     before: list[float] = [0.0] * len(answers[0]["expected"])
