@@ -35,7 +35,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.checkpoints.adapter_files import adapter_bytes
 from megarl.checkpoints.background import Digests, Writing, reports_of
-from megarl.checkpoints.export import WeightExport, write_description
+from megarl.checkpoints.export import WeightExport, write_configs_and_tokenizer
 from megarl.checkpoints.group_files import FOLDER, write_groups
 from megarl.checkpoints.lease import Lease
 from megarl.checkpoints.listing import (
@@ -303,7 +303,7 @@ class Checkpoints:
                 files.create(aside / "adapter" / name).write(content)
         files.add_later(
             lambda: [
-                *write_description(folder, model, self.tokenizer, self.generation),
+                *write_configs_and_tokenizer(folder, model, self.tokenizer, self.generation),
                 write_progress(aside, progress),
             ]
         )

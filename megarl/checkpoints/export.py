@@ -34,19 +34,19 @@ BAND_BYTES = 32 * 2**20
 CONFIG, GENERATION = "config.json", "generation_config.json"
 
 
-def write_description(
+def write_configs_and_tokenizer(
     folder: Path,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     generation: bytes | None = None,
 ) -> list[Path]:
-    """Write what a Hugging Face model has beside its weights: configs, and the tokenizer's files
-    byte by byte as they were loaded, unless it was changed. Returns all files without weights.
-    `generation`: None for what transformers makes of the config.
+    """Write both configs and the tokenizer's files (loaded bytes, unless changed). `generation`:
+    bytes of generation_config.json; None: `model`'s own. Returns all paths but weights and index.
     """
     model.config.save_pretrained(folder)
     config = json.loads((folder / CONFIG).read_text())
     config["architectures"] = config.get("architectures") or [type(model).__name__]
+    # for transformers 4
     (folder / CONFIG).write_text(json.dumps(with_older_keys(config), indent=2, sort_keys=True))
     if model.generation_config is not None:  # a classifier has none
         # Unchecked: many published files have settings that transformers calls a contradiction.

@@ -76,8 +76,8 @@ async def within(limit_s: float, awaitable: Awaitable[Any], late: str) -> Any:
 
 
 async def outcome_of(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
-    """(what `awaitable` gives, None) or (None, what it raised), also SystemExit, which would end
-    the event loop. A fork made meanwhile ends.
+    """(result, None) or (None, exception) of `awaitable`; SystemExit too, which would end the event
+    loop. A process it forks exits here.
     """
     try:
         with ending_forks():

@@ -97,7 +97,9 @@ def _bare(name: str) -> str:
 
 
 def _gradient(parameter: Any) -> torch.Tensor | None:
-    """This rank's part of a gradient, summed over ranks, after the last backward pass of a step."""
+    """This rank's part of the gradient, summed over ranks; None if frozen. Valid from a step's last
+    backward pass to its optimizer step.
+    """
     if not parameter.requires_grad:
         return None
     if hasattr(parameter, "ds_id"):  # ZeRO 3

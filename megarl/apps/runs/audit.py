@@ -337,7 +337,7 @@ class Audit:
             life = self.open.pop(ordinal)
             if life.is_accepted:
                 made.trained += 1
-                made.ages.update(self._ages(ordinal, life, event.step))
+                made.ages.update(self._check_ages(ordinal, life, event.step))
             else:
                 made.rejected[life.why] += 1
         num_drawn = len(drawn) - made.rejected[STALE]
@@ -359,16 +359,20 @@ class Audit:
                     f" {event.step + 1} and all after it, but was not rejected as stale"
                 )
 
-    def _ages(self, ordinal: int, life: UntrainedGroup, step: int) -> list[int]:
-        """The age in versions of each rollout of a group that `step` is trained on."""
-        rollouts = life.finished.rollouts if life.finished is not None else []
-        used = {version for one in rollouts for version, _ in one.versions}
-        first = min(self.receipts, default=step)
-        unknown = min((v for v in used if v >= first and v not in self.receipts), default=None)
+    def _check_ages(self, ordinal: int, group: UntrainedGroup, step: int) -> list[int]:
+        """Age in versions of each rollout of a group trained at `step`. Notes contradictions: tokens
+        of an unpublished version, or ages above `max_staleness`.
+        """
+        rollouts = group.finished.rollouts if group.finished is not None else []
+        versions = {version for rollout in rollouts for version, _ in rollout.versions}
+        # receipts go back to the last start or resume only
+        oldest = min(self.receipts, default=step)
+        unknown = min((v for v in versions if v >= oldest and v not in self.receipts), default=None)
         what = f"group {ordinal} has tokens of version {unknown}, not published"
         self._check(unknown is None, what)
-        ages = [step - 1 - min((v for v, _ in one.versions), default=0) for one in rollouts]
-        age, most = max([step - 1 - life.version, *ages]), self._limits.max_staleness
+        # step k, counted from 1, trains weights of version k - 1
+        ages = [step - 1 - min((v for v, _ in rollout.versions), default=0) for rollout in rollouts]
+        age, most = max([step - 1 - group.version, *ages]), self._limits.max_staleness
         self._check(
             age <= most,
             f"group {ordinal} is trained at an age of {age} versions, but {most} are allowed",

@@ -26,7 +26,7 @@ from megarl.parallel.collectives import broadcast_object
 from megarl.rollout.batch_files import batch_of
 from megarl.run import distill, loop
 from megarl.run.build import TrainingParts, build_training
-from megarl.run.loop import Method, refuse_lost, serve, tell, train_step
+from megarl.run.loop import Method, refuse_lost, serve_roles, tell, train_step
 from megarl.run.schedule import save_due
 from megarl.settings.config import DistillConfig, RunConfig
 from megarl.settings.limits import MOST_STEPS
@@ -59,7 +59,7 @@ def main(config: RunConfig, inputs: RunInputs) -> int:
                 with graceful() as stop:
                     train_again(parts, method, run, steps, stop)
             else:
-                serve(parts, method)
+                serve_roles(parts, method)
         is_main = context.is_main
     if not is_main:
         return 0

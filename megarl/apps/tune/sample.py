@@ -30,7 +30,7 @@ from megarl.parallel import mesh as mesh_module
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import ProcessMesh
 from megarl.rollout.client import RolloutClient
-from megarl.run.evaluate import add_records, answering, generate, make_folder
+from megarl.run.evaluate import add_rows, answering, generate, make_folder
 from megarl.settings.config import RunConfig, silence_s
 from megarl.settings.training import ModelConfig, TrainingConfig
 from megarl.system import console
@@ -98,7 +98,7 @@ def sample_groups(config: RunConfig, inputs: RunInputs, to: IO[str]) -> list[lis
             asked = prompts[first : first + AT_ONCE]
             client = RolloutClient(0, silence_s=silence_s(config))
             found = list(generate(client, asked, config.rollout.temperature, names))
-            add_records(to, {}, "sampled", found)
+            add_rows(to, {}, "sampled", found)
             groups += [
                 [one for one in found[number :: len(asked)] if not one.get("left_out")]
                 for number in range(len(asked))

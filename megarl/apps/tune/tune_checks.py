@@ -31,8 +31,8 @@ from megarl.settings.training import LayoutConfig
 from megarl.trainer.context import DataRows, RunInputs
 from megarl.trainer.heads import HeadName
 from megarl.trainer.plan import (
-    check_cut,
     check_positions,
+    check_trainable,
     plan_model,
     plan_other_model,
     plan_role,
@@ -61,7 +61,7 @@ def check_preference(config: PreferenceConfig, ranks: int | None = None) -> RunI
     reference = config.reference.model
     theirs = plan_other_model("reference", reference, config.model, found.hf)
     if reference.path:
-        check_cut(config.training, reference, theirs)
+        check_trainable(config.training, reference, theirs)
     if config.reference.cache:
         check_writable(config.reference.cache, setting="reference.cache")
     return found
