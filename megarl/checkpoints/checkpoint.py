@@ -379,9 +379,9 @@ class Checkpoints:
                     " set folder to a new one"
                 )
             engine.load(path / folder)
-        if broken := self._broken_weight():
+        if weight := self._broken_weight():
             raise UserError(
-                f"the weight {broken} of checkpoint {path} is not finite; remove the checkpoint, so"
+                f"the weight {weight} of checkpoint {path} is not finite; remove the checkpoint, so"
                 " that the one before is used"
             )
         if self.engine is not None:

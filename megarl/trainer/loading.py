@@ -65,8 +65,8 @@ def empty_model(config: ModelConfig) -> PreTrainedModel:
     hf = without_dropout(load_model_config(config))
     refuse_unusual_experts(hf)
     fix = "set model.path to another model, or correct its config.json"
-    what = f"model type {hf.model_type} of {config.path!r} cannot be built"
-    with opening(what, fix=fix), torch.device("meta"):
+    failure = f"model type {hf.model_type} of {config.path!r} cannot be built"
+    with opening(failure, fix=fix), torch.device("meta"):
         try:
             # float32 whatever config.json says: buffers such as rotary frequencies are not rounded.
             model = AutoModelForCausalLM.from_config(

@@ -262,8 +262,8 @@ def plan_role(
         )
     training = role_training(config, name)
     if role_place != policy:
-        cut = LayoutConfig(**vars(role_place.layout))
-        training = replace(training, layout=cut, sequence=replace(training.sequence, ulysses=1))
+        layout = LayoutConfig(**vars(role_place.layout))
+        training = replace(training, layout=layout, sequence=replace(training.sequence, ulysses=1))
     elif not role.model.path and head != "value":
         return policy
     try:
@@ -321,9 +321,9 @@ def refuse_other_tokenizer(name: str, policy: ModelConfig, model: ModelConfig) -
     )
     known = policy_tokenizer.get_vocab()
     # A reward model may have got a padding token of its own, which no policy writes.
-    own = {word: id for word, id in theirs.get_vocab().items() if word != theirs.pad_token}
+    vocab = {word: id for word, id in theirs.get_vocab().items() if word != theirs.pad_token}
     require(
-        known in (own, theirs.get_vocab()),
+        known in (vocab, theirs.get_vocab()),
         f"{name}.model.path {model.path!r} has another tokenizer than model.path, but it reads the"
         f" policy's tokens; set a {name} of the same family",
     )
@@ -357,13 +357,13 @@ def check_export(
     does.
     """
     fix = "correct its files, or choose another model: each checkpoint needs it"
-    for name, what, setting in (
+    for name, saved, setting in (
         (config.path, hf, "the config of model.path"),
         (config.tokenizer or config.path, tokenizer, "the tokenizer of model.path"),
     ):
         problem = f"{setting} {name!r} can be read but not saved again"
         with tempfile.TemporaryDirectory() as folder, opening(problem, fix=fix):
-            what.save_pretrained(folder)
+            saved.save_pretrained(folder)
 
 
 def stop_tokens(

@@ -143,8 +143,8 @@ def first_broken(
             numbers.append(number)
     first = len(names)
     if sizes:
-        broken = (~torch.isfinite(torch.stack(sizes))).nonzero()
-        first = numbers[int(broken[0])] if len(broken) else first
+        nonfinite = (~torch.isfinite(torch.stack(sizes))).nonzero()
+        first = numbers[int(nonfinite[0])] if len(nonfinite) else first
     first = -int(all_reduce_max(torch.tensor([-first], device=device), axis))
     return names[first] if first < len(names) else ""
 

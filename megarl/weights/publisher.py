@@ -105,7 +105,7 @@ class Publisher(Publication[SendsWeights]):
             failure = self._explain(error, version)
         world = self.mesh.world
         if failures := list(filter(None, gather_objects(failure, world))):
-            _, problem, lost = min(failures, key=lambda one: one[0])
+            _, problem, lost = min(failures, key=lambda cause: cause[0])
             return problem, lost, lambda engines: {}
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
         sums = all_reduce(digests.to(device), world).cpu()  # modulo 2^64

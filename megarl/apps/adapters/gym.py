@@ -36,9 +36,9 @@ class GymEpisode(Episode):
 
     def open(self, name: str, settings: dict[str, Any]) -> None:
         """Raises `ValueError` if the actions are neither texts nor discrete."""
-        library, given = package("gymnasium"), dict(settings)
-        words = given.pop("actions", None)
-        self._env = library.make(name, **given)
+        library, options = package("gymnasium"), dict(settings)
+        words = options.pop("actions", None)
+        self._env = library.make(name, **options)
         space = self._env.action_space
         self._words: list[str] = []
         if isinstance(space, library.spaces.Discrete):

@@ -122,18 +122,18 @@ def openenv_rows(
     first observation of each. Raises `ValueError` if the package is missing or the server cannot
     be reached.
     """
-    wanted, settings = seeds(arguments, limit)
+    numbers, settings = seeds(arguments, limit)
 
     async def firsts() -> list[dict[str, Any]]:
         connection = Connection(address, settings)
         try:
             async with asyncio.timeout(ROWS_WITHIN_S):
                 return [
-                    row(address, settings, seed, await connection.reset(seed)) for seed in wanted
+                    row(address, settings, seed, await connection.reset(seed)) for seed in numbers
                 ]
         except TimeoutError:
             raise ValueError(
-                f"openenv:{address} did not begin {len(wanted)} episodes within"
+                f"openenv:{address} did not begin {len(numbers)} episodes within"
                 f" {ROWS_WITHIN_S:g} s; let its server hold more environments at a time"
                 " (max_concurrent_envs), or lower prompts.arguments.size"
             ) from None

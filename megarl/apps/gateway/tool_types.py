@@ -74,9 +74,9 @@ def flat_functions(tools: Any) -> Shown:
     kept, left_out = split_tools(tools, ("function", "custom", "namespace"))
     groups = [(item.get("name"), item.get("tools")) for item in kept if item["type"] == "namespace"]
     for namespace, inner in [("", [item for item in kept if item["type"] != "namespace"]), *groups]:
-        own, others = split_tools(inner, ("function", "custom"))
+        known, others = split_tools(inner, ("function", "custom"))
         left_out += others
-        for tool in own:
+        for tool in known:
             name, takes_text = tool.get("name"), tool["type"] == "custom"
             if not isinstance(name, str) or not isinstance(namespace, str):
                 raise ApiError("a tool, or a namespace of tools, has no `name`", param="tools")

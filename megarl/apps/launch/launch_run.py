@@ -108,7 +108,7 @@ class Launcher:
             folder.remove()
 
     def _run(self) -> int:
-        rays = [one for one in self.processes if one.kind == "ray"]
+        rays = [child for child in self.processes if child.kind == "ray"]
         for group in (rays[:1], rays[1:]):  # the head first
             for process in group:
                 self.start(process)

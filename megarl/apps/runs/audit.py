@@ -153,7 +153,7 @@ class Audit:
         """{reason: number of groups, the rollouts of one prompt, that were rejected for it}, also
         for a step that is not trained yet. Reasons are words such as "stale".
         """
-        untrained = Counter(life.why for life in self.open.values() if life.why)
+        untrained = Counter(group.why for group in self.open.values() if group.why)
         return sum((step.rejected for step in self.steps), untrained)
 
     @property
@@ -161,7 +161,7 @@ class Audit:
         """Groups that were sent to the engines and have neither been trained on nor rejected nor
         made void by a resume, as ascending positions of their prompts in the training order.
         """
-        return sorted(ordinal for ordinal, life in self.open.items() if not life.why)
+        return sorted(ordinal for ordinal, group in self.open.items() if not group.why)
 
     @property
     def ages(self) -> Counter[int]:
@@ -250,8 +250,8 @@ class Audit:
         self._check(is_at_start, f"{what} not at the start of a resumed run")
         is_new = ordinal >= self.cursor.first and ordinal not in self._used
         self._check(is_new, f"{what} is used already, or taken twice")
-        told = f"{what} is of version {event.version}, and {self.done} steps are trained"
-        self._check(event.version <= self.done, told)
+        problem = f"{what} is of version {event.version}, and {self.done} steps are trained"
+        self._check(event.version <= self.done, problem)
         self._used.add(ordinal)
         self._draw(event)
 
@@ -269,27 +269,27 @@ class Audit:
         while self._next in self._used:
             self._next += 1
         self._check(event.ordinal == self._next, f"{what} where {self._next} is next")
-        told = f"{what} at version {event.version}, but {self.done} steps are trained"
-        self._check(event.version == self.done, told)
+        problem = f"{what} at version {event.version}, but {self.done} steps are trained"
+        self._check(event.version == self.done, problem)
         self._next, self._has_dispatched = max(self._next, event.ordinal + 1), True
         self._draw(event)
         if self._limits.max_open:
             # Finished groups that will be rejected are told only when their batch is complete.
             most, flying = self._limits.max_open + self._limits.max_draws - 1, len(self.in_flight)
-            told = f"{flying} groups are neither trained nor rejected, but {most} may be"
-            self._check(flying <= most, told)
+            problem = f"{flying} groups are neither trained nor rejected, but {most} may be"
+            self._check(flying <= most, problem)
 
     def _finish(self, event: Finished) -> None:
-        life, what = self.open.get(event.ordinal), f"group {event.ordinal} is finished,"
-        if life is None or life.finished is not None:
-            self._wrong(f"{what} {'twice' if life else 'but is not in flight'}")
+        group, what = self.open.get(event.ordinal), f"group {event.ordinal} is finished,"
+        if group is None or group.finished is not None:
+            self._wrong(f"{what} {'twice' if group else 'but is not in flight'}")
             return
-        life.finished = event
-        for one in event.rollouts:
-            versions = [version for version, _ in one.versions]
+        group.finished = event
+        for rollout in event.rollouts:
+            versions = [version for version, _ in rollout.versions]
             self._check(
-                min(versions, default=-1) >= life.version,
-                f"group {event.ordinal}, dispatched at version {life.version}, has a rollout of"
+                min(versions, default=-1) >= group.version,
+                f"group {event.ordinal}, dispatched at version {group.version}, has a rollout of"
                 f" versions {versions}",
             )
 
@@ -306,22 +306,22 @@ class Audit:
         self._told_step = event.step
         self._decided = max(self._decided, event.ordinal + 1)
         self._decided_step = max(self._decided_step, event.step)
-        life = self.open.get(event.ordinal)
-        if life is None or life.step is not None:
-            self._wrong(f"{what}, but is {'decided on already' if life else 'not in flight'}")
+        group = self.open.get(event.ordinal)
+        if group is None or group.step is not None:
+            self._wrong(f"{what}, but is {'decided on already' if group else 'not in flight'}")
             return
-        life.why = event.why if isinstance(event, Rejected) else ""
-        life.step, life.is_accepted = event.step, isinstance(event, Accepted)
-        if life.why != STALE:
-            self._check(life.finished is not None, f"{what}, but is not finished")
+        group.why = event.why if isinstance(event, Rejected) else ""
+        group.step, group.is_accepted = event.step, isinstance(event, Accepted)
+        if group.why != STALE:
+            self._check(group.finished is not None, f"{what}, but is not finished")
             return
         # Steps count from 1 in events: the next one trains weights of version `event.step`.
-        age, why = event.step - life.version, ""
+        age, why = event.step - group.version, ""
         if policy == ORDERED:
             why = "groups are used in order"
         elif age <= self._limits.max_staleness:
             why = f"step {event.step + 1} would find it {age} versions old"
-        elif life.finished is not None:
+        elif group.finished is not None:
             why = "it is finished"
         self._check(not why, f"{what} as stale, but {why}")
 
@@ -331,31 +331,31 @@ class Audit:
             f"step {event.step} is trained to version {event.version}, but the next one is"
             f" step {self.done + 1}",
         )
-        drawn = sorted(o for o, life in self.open.items() if life.step == event.step)
-        made = Step(cursor=self._cursor_after(drawn))
+        drawn = sorted(o for o, group in self.open.items() if group.step == event.step)
+        step = Step(cursor=self._cursor_after(drawn))
         for ordinal in drawn:
-            life = self.open.pop(ordinal)
-            if life.is_accepted:
-                made.trained += 1
-                made.ages.update(self._check_ages(ordinal, life, event.step))
+            group = self.open.pop(ordinal)
+            if group.is_accepted:
+                step.trained += 1
+                step.ages.update(self._check_ages(ordinal, group, event.step))
             else:
-                made.rejected[life.why] += 1
-        num_drawn = len(drawn) - made.rejected[STALE]
+                step.rejected[group.why] += 1
+        num_drawn = len(drawn) - step.rejected[STALE]
         self._check(
-            made.trained == self._limits.groups_per_step or num_drawn == self._limits.max_draws,
-            f"step {event.step} is trained on {made.trained} groups of {num_drawn} drawn, but a"
+            step.trained == self._limits.groups_per_step or num_drawn == self._limits.max_draws,
+            f"step {event.step} is trained on {step.trained} groups of {num_drawn} drawn, but a"
             f" batch has {self._limits.groups_per_step}, or fewer of {self._limits.max_draws} drawn",
         )
-        self.steps.append(made)
-        for ordinal, life in self.open.items():
-            if life.step is None and life.due is not None and life.due <= event.step:
+        self.steps.append(step)
+        for ordinal, group in self.open.items():
+            if group.step is None and group.due is not None and group.due <= event.step:
                 self._wrong(
-                    f"group {ordinal} was finished before step {life.due}'s batch was complete, but"
+                    f"group {ordinal} was finished before step {group.due}'s batch was complete, but"
                     " is not part of it"
                 )
-            elif life.step is None and event.step - life.version > self._limits.max_staleness:
+            elif group.step is None and event.step - group.version > self._limits.max_staleness:
                 self._wrong(
-                    f"group {ordinal} of version {life.version} is too old for step"
+                    f"group {ordinal} of version {group.version} is too old for step"
                     f" {event.step + 1} and all after it, but was not rejected as stale"
                 )
 
@@ -368,8 +368,8 @@ class Audit:
         # receipts go back to the last start or resume only
         oldest = min(self.receipts, default=step)
         unknown = min((v for v in versions if v >= oldest and v not in self.receipts), default=None)
-        what = f"group {ordinal} has tokens of version {unknown}, not published"
-        self._check(unknown is None, what)
+        problem = f"group {ordinal} has tokens of version {unknown}, not published"
+        self._check(unknown is None, problem)
         # step k, counted from 1, trains weights of version k - 1
         ages = [step - 1 - min((v for v, _ in rollout.versions), default=0) for rollout in rollouts]
         age, most = max([step - 1 - group.version, *ages]), self._limits.max_staleness
@@ -387,14 +387,14 @@ class Audit:
             first += 1
         return Cursor(first, tuple(sorted(used)))
 
-    def _check(self, holds: bool, what: str) -> None:
+    def _check(self, holds: bool, problem: str) -> None:
         if not holds:
-            self._wrong(what)
+            self._wrong(problem)
 
-    def _wrong(self, what: str) -> None:
+    def _wrong(self, problem: str) -> None:
         self.num_contradictions += 1
         if len(self.contradictions) < LISTED:
-            self.contradictions.append(f"event {self._event}: {what}")
+            self.contradictions.append(f"event {self._event}: {problem}")
 
 
 def _told(cursor: Cursor) -> str:
@@ -409,8 +409,8 @@ def audit(events: Iterable[Event]) -> Audit:
     with the `contradictions` between events, as text. `events`: all, oldest first, gone through
     once. Raises nothing for a contradiction.
     """
-    found = Audit()
+    sums = Audit()
     for event in events:
-        found.take(event)
-    found.finish()
-    return found
+        sums.take(event)
+    sums.finish()
+    return sums

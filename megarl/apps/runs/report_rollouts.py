@@ -101,15 +101,15 @@ def problem_listing(run: Run) -> list[Listing]:
     """The list of held-out problems with a response of the first and one of the last evaluation, in
     the order of the file; none for a run without evaluations.
     """
-    written = [one for one in run.evaluations if one.transcripts]
+    written = [evaluation for evaluation in run.evaluations if evaluation.transcripts]
     if not written:
         return []
     moves, words = None, [when(written[0])]
     pairs: list[tuple[Any, ...]] = [(transcript,) for transcript in written[0].transcripts]
-    about = "Held-out problems, in their order; none was picked."
+    note = "Held-out problems, in their order; none was picked."
     if len(written) > 1:
         pairs, words = same_problems(written[0], written[-1]), [*words, when(written[-1])]
-        about = "The same held-out problems at the first and the last evaluation, in their order."
+        note = "The same held-out problems at the first and the last evaluation, in their order."
         moves = Counter((bool(old["correct"]), bool(new["correct"])) for old, new in pairs)
 
     def write(number: int, pair: Sequence[dict[str, Any]]) -> str:
@@ -120,21 +120,21 @@ def problem_listing(run: Run) -> list[Listing]:
 
     items = thinned(write, list(enumerate(pairs)))
     if len(items) < len(pairs):
-        about += f" These are {len(items):,} of {len(pairs):,}, evenly chosen."
-    return [Listing("Held-out problems", about, OUTCOME, items, moves)] if items else []
+        note += f" These are {len(items):,} of {len(pairs):,}, evenly chosen."
+    return [Listing("Held-out problems", note, OUTCOME, items, moves)] if items else []
 
 
-def outcome(about: dict[str, Any], pair: Sequence[dict[str, Any]]) -> list[Any]:
+def outcome(record: dict[str, Any], pair: Sequence[dict[str, Any]]) -> list[Any]:
     """What a list shows of a problem: [reward, tokens, source of the prompt in a mixture, verdicts],
     the fields `OUTCOME`. `pair`: transcripts of responses to it, in order; reward and tokens are
-    those of the last. `about`: the record with the prompt's source.
+    those of the last. `record`: the record with the prompt's source.
     """
     words = [
         "right" if transcript["correct"] else "not judged" if is_unjudged(transcript) else "wrong"
         for transcript in pair
     ]
     verdicts = " \N{RIGHTWARDS ARROW} ".join(words)
-    source = str(about.get("environment", ""))[:60]
+    source = str(record.get("environment", ""))[:60]
     return [reward_of(pair[-1]), pair[-1].get("tokens"), source, verdicts]
 
 
@@ -181,8 +181,8 @@ def rollout_listing(run: Run) -> list[Listing]:
     if not inside:
         return []
     items = thinned(write, inside)
-    about = (
+    note = (
         f"{len(items):,} rollouts, evenly over the run: of the first {OF_A_GROUP} of a group."
         " transcripts.jsonl has all that were written down."
     )
-    return [Listing("Rollouts", about, {"step": "range"} | OUTCOME, items)]
+    return [Listing("Rollouts", note, {"step": "range"} | OUTCOME, items)]

@@ -72,9 +72,9 @@ class SftTask(Task):
             return {}
         loss, tokens = 0.0, 0.0
         for batch in self._held_out:
-            found = self.evaluated(batch)
-            loss += found["loss"] * found["tokens/trained"]
-            tokens += found["tokens/trained"]
+            metrics = self.evaluated(batch)
+            loss += metrics["loss"] * metrics["tokens/trained"]
+            tokens += metrics["tokens/trained"]
         return {"eval/loss": loss / max(1.0, tokens), "eval/tokens": tokens}
 
 
