@@ -265,12 +265,12 @@ class Checkpoints:
         """The first weight, of any role on any rank, that is not finite; "" if all are.
         Collective.
         """
-        broken = ""
+        first = ""
         for folder, engine in self._engines.items():
             weight = engine.broken_weight()  # collective over the ranks of the role
             of_role = f" of the {folder.removeprefix('roles/')}" if folder != "state" else ""
-            broken = broken or (weight and weight + of_role)
-        return next(filter(None, gather_objects(broken, self.world)), "")
+            first = first or (weight and weight + of_role)
+        return next(filter(None, gather_objects(first, self.world)), "")
 
     def _make_room(self, aside: Path) -> None:
         remove_unfinished(self.folder)

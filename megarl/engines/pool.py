@@ -417,8 +417,8 @@ class EngineManager:
 
     async def close(self) -> None:
         """Stop the engines that do not stay after the run."""
-        for life in [*self._lives, *(engine.watch for engine in self.engines if engine.watch)]:
-            life.cancel()
+        for task in [*self._lives, *(engine.watch for engine in self.engines if engine.watch)]:
+            task.cancel()
         await asyncio.gather(*self._lives, return_exceptions=True)
         if self._starts.namespace is None and self.engines:
             stops = [asyncio.ensure_future(engine.handle.stop.remote()) for engine in self.engines]

@@ -222,8 +222,8 @@ def publish(parts: Parts, version: int) -> dict[str, float]:
     ranks. Raises `RuntimeError` on all if an engine is late or holds other weights.
     """
     timeout_s = parts.config.weight_sync.timeout_s
-    what = f"publication of weights {version}"
-    with activity(what, kind="publish", of="engines", deadline_s=timeout_s):
+    name = f"publication of weights {version}"
+    with activity(name, kind="publish", of="engines", deadline_s=timeout_s):
         return parts.publisher.publish(version=version)
 
 

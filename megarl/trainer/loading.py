@@ -181,12 +181,12 @@ class Part:
     ) -> torch.Tensor:
         """This rank's part of a tensor, flat; a slice is padded with zeros to the longest."""
         owned, size = self.owned(name, shape), self.size(name, shape)
-        part, shapes = torch.zeros(size, dtype=dtype, device=device), dict(self.fused.get(name, ()))
+        flat, shapes = torch.zeros(size, dtype=dtype, device=device), dict(self.fused.get(name, ()))
         for piece in owned.pieces:
             box, whole = piece.box, matrix(shapes.get(piece.tensor, shape))
             tensor = weights.flat(piece.tensor).view(whole.rows, whole.columns)
-            piece.view(part).copy_(tensor[box.top : box.bottom, box.left : box.right])
-        return part
+            piece.view(flat).copy_(tensor[box.top : box.bottom, box.left : box.right])
+        return flat
 
 
 MakeParameter = Callable[[torch.Tensor, nn.Parameter, Axis], nn.Parameter]

@@ -363,7 +363,7 @@ class TrainEngine:
         }
         for tensor, (name, start, end) in self._fused_spans.items():
             owned[tensor] = owned[name][start:end]
-        owned = {name: part for name, part in owned.items() if name not in self.module.fused}
+        owned = {name: shard for name, shard in owned.items() if name not in self.module.fused}
         for name, buffer in kept_buffers(self.module.model).items():
             axis, size = self.mesh.gradient, buffer.numel()
             length = -(-size // axis.size) if self.config.zero_stage == 3 else size
@@ -458,10 +458,10 @@ class TrainEngine:
         """Add this rank's optimizer state and master weights to `files`, as rank_NNNNN.safetensors
         of `folder`. Collective.
         """
-        about: dict[str, Any] = {"steps_done": self.steps_done}
+        header: dict[str, Any] = {"steps_done": self.steps_done}
         if self.loss_scale is not None:
-            about["loss_scale"] = self.loss_scale.state()
-        self._state.write(folder, files, about)
+            header["loss_scale"] = self.loss_scale.state()
+        self._state.write(folder, files, header)
 
     def load(self, folder: Path) -> None:
         """Restore weights, optimizer state and `steps_done` from `folder`, written under any layout
@@ -469,10 +469,10 @@ class TrainEngine:
         Collective.
         """
         self._view.use()
-        about = self._state.read(folder)
-        self.steps_done = about["steps_done"]
+        header = self._state.read(folder)
+        self.steps_done = header["steps_done"]
         if self.loss_scale is not None:
-            self.loss_scale.restore(about["loss_scale"])
+            self.loss_scale.restore(header["loss_scale"])
 
     @property
     def _state(self) -> TrainState:

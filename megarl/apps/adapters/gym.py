@@ -62,10 +62,10 @@ class GymEpisode(Episode):
         """A turn without an action changes nothing: the model reads what actions there are."""
         action: Any = text
         if self._words:
-            found = self._known.findall(text.lower())
-            if not found:
+            actions = self._known.findall(text.lower())
+            if not actions:
                 return f"Write one of: {', '.join(self._words)}", 0.0, False
-            action = self._first + self._words.index(found[-1])
+            action = self._first + self._words.index(actions[-1])
         seen, reward, is_ended, is_cut, _ = self._env.step(action)
         return self._text(seen), float(reward), bool(is_ended or is_cut)
 

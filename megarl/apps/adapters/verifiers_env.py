@@ -69,13 +69,13 @@ def _tasks(name: str, settings: str) -> tuple[Iterator[Any], list[Any]]:
 
 def task_of(name: str, settings: dict[str, Any], number: int) -> Any:
     """Task `number`, from 0, of an environment, whose data is read once; None behind the last."""
-    unread, found = _tasks(name, json.dumps(settings))
-    while len(found) <= number:
+    unread, tasks = _tasks(name, json.dumps(settings))
+    while len(tasks) <= number:
         task = next(unread, None)
         if task is None:
             return None
-        found.append(task)
-    return found[number]
+        tasks.append(task)
+    return tasks[number]
 
 
 def task_rows(name: str, size: int, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -179,11 +179,11 @@ async def run_agent_program(
         await asyncio.wait([asyncio.wrap_future(removed)], timeout=1.0)
 
 
-def _answer(result: Path | None, said: str) -> Any:
+def _answer(result: Path | None, text: str) -> Any:
     """What an agent that has ended without an error answers: the score in the file `result`, if it
     may have one and has written it, otherwise what it printed.
     """
-    answer = Answer(said)
+    answer = Answer(text)
     if result is None:
         return answer
     try:

@@ -50,10 +50,10 @@ def text_function(tool: Mapping[str, Any]) -> dict[str, Any]:
     """The function that the model reads in place of a tool that takes any text: its one argument is
     the text. A grammar of the text is shown, and not enforced.
     """
-    about, grammar = tool.get("description") or "", tool.get("format")
+    text, grammar = tool.get("description") or "", tool.get("format")
     if isinstance(grammar, dict) and (rules := grammar.get("definition")):
-        about = f"{about}\n\nGrammar of the input ({grammar.get('syntax')}):\n{rules}".strip()
-    return {"name": tool.get("name"), "description": about, "parameters": custom_tool_parameters()}
+        text = f"{text}\n\nGrammar of the input ({grammar.get('syntax')}):\n{rules}".strip()
+    return {"name": tool.get("name"), "description": text, "parameters": custom_tool_parameters()}
 
 
 class Shown(NamedTuple):

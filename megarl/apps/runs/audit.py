@@ -179,8 +179,8 @@ class Audit:
         """
         self._event += 1
         if not isinstance(event, Started):
-            what = f"{type(event).__name__.lower()} after the run has ended"
-            self._check(self.ended is None, what)
+            problem = f"{type(event).__name__.lower()} after the run has ended"
+            self._check(self.ended is None, problem)
             self._check(self._is_started, "the run has not started")
         match event:
             case Started():
@@ -196,13 +196,13 @@ class Audit:
             case Trained():
                 self._train(event)
             case Published(version, receipts):
-                what = f"version {version} is published"
-                self._check(version == self.done, f"{what}, but {self.done} steps are trained")
-                self._check(version not in self.receipts, f"{what} twice")
+                problem = f"version {version} is published"
+                self._check(version == self.done, f"{problem}, but {self.done} steps are trained")
+                self._check(version not in self.receipts, f"{problem} twice")
                 self.receipts[version] = receipts
             case Ended(step):
-                what = f"the run ended after {step} steps, {self.done} are trained"
-                self._check(step == self.done, what)
+                problem = f"the run ended after {step} steps, {self.done} are trained"
+                self._check(step == self.done, problem)
                 self.ended = event
 
     def finish(self) -> None:
@@ -228,8 +228,8 @@ class Audit:
         self.restores += is_restored
         self.cut_bytes += event.cut_bytes
         self._drawn = self._drawn if event.step else array("q")  # only checkpoints fix data, seed
-        what = f"the run goes on after step {event.step}, but {self.done} are trained"
-        self._check(event.step <= self.done, what)
+        problem = f"the run goes on after step {event.step}, but {self.done} are trained"
+        self._check(event.step <= self.done, problem)
         keep = event.step - self.first_step
         dropped, self.steps = self.steps[keep:], self.steps[:keep]
         lost = sum(step.trained + step.rejected.total() for step in dropped)
@@ -245,12 +245,12 @@ class Audit:
         self._decided_step, self._told_step = event.step + 1, 0
 
     def _carry(self, event: Carried) -> None:
-        ordinal, what = event.ordinal, f"group {event.ordinal} is taken from a checkpoint, but"
+        ordinal, subject = event.ordinal, f"group {event.ordinal} is taken from a checkpoint, but"
         is_at_start = self.restores > 0 and not self._has_dispatched
-        self._check(is_at_start, f"{what} not at the start of a resumed run")
+        self._check(is_at_start, f"{subject} not at the start of a resumed run")
         is_new = ordinal >= self.cursor.first and ordinal not in self._used
-        self._check(is_new, f"{what} is used already, or taken twice")
-        problem = f"{what} is of version {event.version}, and {self.done} steps are trained"
+        self._check(is_new, f"{subject} is used already, or taken twice")
+        problem = f"{subject} is of version {event.version}, and {self.done} steps are trained"
         self._check(event.version <= self.done, problem)
         self._used.add(ordinal)
         self._draw(event)
@@ -260,16 +260,16 @@ class Audit:
         self.open[event.ordinal] = UntrainedGroup(event.version)
         self._drawn.extend([0] * (event.ordinal + 1 - len(self._drawn)))
         before, drawn = self._drawn[event.ordinal], hash((event.prompt, event.seed)) or 1
-        what = f"group {event.ordinal} has another prompt or seed than before a resume"
-        self._check(before in (0, drawn), what)
+        problem = f"group {event.ordinal} has another prompt or seed than before a resume"
+        self._check(before in (0, drawn), problem)
         self._drawn[event.ordinal] = drawn
 
     def _dispatch(self, event: Dispatched) -> None:
-        what = f"group {event.ordinal} is dispatched"
+        subject = f"group {event.ordinal} is dispatched"
         while self._next in self._used:
             self._next += 1
-        self._check(event.ordinal == self._next, f"{what} where {self._next} is next")
-        problem = f"{what} at version {event.version}, but {self.done} steps are trained"
+        self._check(event.ordinal == self._next, f"{subject} where {self._next} is next")
+        problem = f"{subject} at version {event.version}, but {self.done} steps are trained"
         self._check(event.version == self.done, problem)
         self._next, self._has_dispatched = max(self._next, event.ordinal + 1), True
         self._draw(event)
@@ -280,9 +280,9 @@ class Audit:
             self._check(flying <= most, problem)
 
     def _finish(self, event: Finished) -> None:
-        group, what = self.open.get(event.ordinal), f"group {event.ordinal} is finished,"
+        group, subject = self.open.get(event.ordinal), f"group {event.ordinal} is finished,"
         if group is None or group.finished is not None:
-            self._wrong(f"{what} {'twice' if group else 'but is not in flight'}")
+            self._wrong(f"{subject} {'twice' if group else 'but is not in flight'}")
             return
         group.finished = event
         for rollout in event.rollouts:
@@ -295,11 +295,11 @@ class Audit:
 
     def _decide(self, event: Accepted | Rejected) -> None:
         policy, verb = self._limits.dispatch, type(event).__name__.lower()
-        what = f"group {event.ordinal} is {verb}"
+        subject = f"group {event.ordinal} is {verb}"
         is_next = policy != ORDERED or event.ordinal == self._decided
-        self._check(is_next, f"{what}, but the next one to decide on is {self._decided}")
+        self._check(is_next, f"{subject}, but the next one to decide on is {self._decided}")
         is_in_order = event.step in (self._decided_step, self._decided_step + 1)
-        self._check(is_in_order, f"{what} for step {event.step} out of order")
+        self._check(is_in_order, f"{subject} for step {event.step} out of order")
         if policy == WINDOWED and event.step != self._told_step:
             for other in self.open.values():
                 other.due = event.step if other.finished is not None else None
@@ -308,12 +308,12 @@ class Audit:
         self._decided_step = max(self._decided_step, event.step)
         group = self.open.get(event.ordinal)
         if group is None or group.step is not None:
-            self._wrong(f"{what}, but is {'decided on already' if group else 'not in flight'}")
+            self._wrong(f"{subject}, but is {'decided on already' if group else 'not in flight'}")
             return
         group.why = event.why if isinstance(event, Rejected) else ""
         group.step, group.is_accepted = event.step, isinstance(event, Accepted)
         if group.why != STALE:
-            self._check(group.finished is not None, f"{what}, but is not finished")
+            self._check(group.finished is not None, f"{subject}, but is not finished")
             return
         # Steps count from 1 in events: the next one trains weights of version `event.step`.
         age, why = event.step - group.version, ""
@@ -323,7 +323,7 @@ class Audit:
             why = f"step {event.step + 1} would find it {age} versions old"
         elif group.finished is not None:
             why = "it is finished"
-        self._check(not why, f"{what} as stale, but {why}")
+        self._check(not why, f"{subject} as stale, but {why}")
 
     def _train(self, event: Trained) -> None:
         self._check(

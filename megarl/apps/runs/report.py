@@ -182,7 +182,7 @@ def steps_of(runs: Sequence[Run]) -> tuple[int, int, int]:
     longest run.
     """
     steps = [record["step"] for run in runs for record in run.metrics]
-    steps += [one.step for run in runs for one in run.evaluations]
+    steps += [evaluation.step for run in runs for evaluation in run.evaluations]
     longest = max((len(run.metrics) for run in runs), default=0)
     return min(steps, default=0), max(steps, default=0), (longest // 20) | 1
 

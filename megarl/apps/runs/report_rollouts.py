@@ -138,20 +138,20 @@ def outcome(record: dict[str, Any], pair: Sequence[dict[str, Any]]) -> list[Any]
     return [reward_of(pair[-1]), pair[-1].get("tokens"), source, verdicts]
 
 
-def is_unjudged(one: dict[str, Any]) -> bool:
+def is_unjudged(record: dict[str, Any]) -> bool:
     """Whether the transcript of a response says that there is no verdict on it."""
-    return bool(one.get("left_out")) or one.get("failure", "") not in ("", "response_limit")
+    return bool(record.get("left_out")) or record.get("failure", "") not in ("", "response_limit")
 
 
-def reward_of(one: dict[str, Any]) -> float | None:
+def reward_of(record: dict[str, Any]) -> float | None:
     """The reward in the transcript of a response; None where there is none."""
-    return None if one.get("left_out") else one.get("reward")
+    return None if record.get("left_out") else record.get("reward")
 
 
-def when(one: Evaluation) -> str:
-    """When the evaluation `one` took place, in words: "before training" or "after 1,000 steps"."""
-    plural = "" if one.step == 1 else "s"
-    return f"after {one.step:,} step{plural}" if one.step else "before training"
+def when(evaluation: Evaluation) -> str:
+    """When `evaluation` took place, in words: "before training" or "after 1,000 steps"."""
+    plural = "" if evaluation.step == 1 else "s"
+    return f"after {evaluation.step:,} step{plural}" if evaluation.step else "before training"
 
 
 def same_problems(first: Evaluation, last: Evaluation) -> list[tuple[Any, ...]]:

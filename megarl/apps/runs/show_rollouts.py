@@ -74,7 +74,7 @@ def decode_whole(
 
     rollouts = [record.pop("segments") for record in records]
     for record, prompt, segments in zip(records, prompts, rollouts, strict=True):
-        texts = [text_of(part.arrays.token_ids.tolist()) for part in segments]
+        texts = [text_of(segment.arrays.token_ids.tolist()) for segment in segments]
         record |= {"prompt": text_of(prompt.token_ids), "response": "".join(texts)}
         for turn, text in zip(record.get("turns", ()), texts, strict=False):
             turn["text"] = text

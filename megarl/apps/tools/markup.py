@@ -170,12 +170,12 @@ class TurnMarkup:
             }
             for number, name in enumerate(names)
         ]
-        told = [
+        replies = [
             {"role": "tool", "name": name, "tool_call_id": call["id"], "content": result}
             for name, call, result in zip(names, calls, results, strict=True)
         ]
         turn = {"role": "assistant", "content": "", "tool_calls": calls}
-        return self._render([ASKED, turn, *told], asks=True)
+        return self._render([ASKED, turn, *replies], asks=True)
 
     def _render(
         self,

@@ -153,15 +153,15 @@ class ToolSession:
         except CallError as error:
             # Told as the result of a call, for which templates have a place.
             name = calls[0].name if calls else kit.schemas[0]["function"]["name"]
-            names, made = [name], [(f"error: {error}", True)]
+            names, ran = [name], [(f"error: {error}", True)]
         else:
             if not calls:
                 metrics = {"tool_calls": float(self._calls), "tool_errors": float(self._failed)}
                 return Answer(text, metrics)
-            names, made = [call.name for call in calls], await asyncio.gather(*map(kit.call, calls))
-        self._calls += len(made)
-        self._failed += sum(failed for _, failed in made)
-        return Observation(kit.markup.results(turn, names, [result for result, _ in made]))
+            names, ran = [call.name for call in calls], await asyncio.gather(*map(kit.call, calls))
+        self._calls += len(ran)
+        self._failed += sum(failed for _, failed in ran)
+        return Observation(kit.markup.results(turn, names, [result for result, _ in ran]))
 
     def cut_off_inside(self, token_ids: Any) -> str:
         """Returns "tool_call" if a response that was cut off ends inside a tool call, otherwise "".

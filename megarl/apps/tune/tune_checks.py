@@ -108,15 +108,15 @@ def check_supervised(config: SupervisedConfig, ranks: int | None) -> RunInputs:
         limit = getattr(hf.get_text_config(), "max_position_embeddings", None)
 
         def read(source: Any, setting: str) -> DataRows:
-            found = load(source, tokenizer, seed=config.seed, setting=setting)
-            warn(found.warning)
+            rows = load(source, tokenizer, seed=config.seed, setting=setting)
+            warn(rows.warning)
             require(
-                limit is None or found.longest <= limit,
-                f"{setting} has a row of {found.longest} tokens, but the model's"
+                limit is None or rows.longest <= limit,
+                f"{setting} has a row of {rows.longest} tokens, but the model's"
                 f" max_position_embeddings is {limit}; set {setting}.max_tokens to that and drop"
                 " longer rows",
             )
-            return found
+            return rows
 
         rows = read(getattr(config, section), section)
         evaluated = getattr(config.evaluation, section)

@@ -313,7 +313,7 @@ def _in_proportion(first: Node, second: Node) -> bool:
     values = [[exact_value(item) for item in node.items] for node in (first, second)]
     if any(not value for row in values for value in row) or len(values[0]) != len(values[1]):
         return False
-    return len({own / other for own, other in zip(*values, strict=True)}) == 1  # type: ignore[operator]
+    return len({item / other for item, other in zip(*values, strict=True)}) == 1  # type: ignore[operator]
 
 
 INFINITE = Node("name", text="\\infty")
