@@ -187,9 +187,9 @@ def _cut_words(model: PreTrainedModel, work: _Work) -> None:
     head.weight = words if tied else work.cut(_name(model, head), head.weight, 0)
 
 
-def _name(model: nn.Module, kind: nn.Module | None) -> str:
-    """Name of the weight of module `kind` in `model`."""
-    return next(f"{name}.weight" for name, module in model.named_modules() if module is kind)
+def _name(model: nn.Module, layer: nn.Module | None) -> str:
+    """Name of the weight of module `layer` in `model`."""
+    return next(f"{name}.weight" for name, module in model.named_modules() if module is layer)
 
 
 def head_shard(model: PreTrainedModel, shards: Mapping[str, Shard]) -> Shard | None:
