@@ -45,10 +45,10 @@ def _hops(positions: Sequence[Positions], starts: torch.Tensor, parents: Sequenc
     last_query = torch.full((size, num_documents), -1, dtype=torch.int64)
     first_key = torch.full((size, num_documents), torch.iinfo(torch.int64).max)
     edges = starts.to(device="cpu", dtype=torch.int64)
-    for rank, own in enumerate(positions):
-        document = torch.searchsorted(edges, own.index, right=True) - 1
-        last_query[rank].scatter_reduce_(0, document, own.index, "amax")
-        first_key[rank].scatter_reduce_(0, document, own.index, "amin")
+    for rank, group in enumerate(positions):
+        document = torch.searchsorted(edges, group.index, right=True) - 1
+        last_query[rank].scatter_reduce_(0, document, group.index, "amax")
+        first_key[rank].scatter_reduce_(0, document, group.index, "amin")
     # The queries of a document's descendants come after all its keys; children come after parents.
     for document in reversed(range(len(parents))):
         if (parent := parents[document]) >= 0:
@@ -61,10 +61,10 @@ def _hops(positions: Sequence[Positions], starts: torch.Tensor, parents: Sequenc
 
 def _hops_within(positions: Sequence[Positions], window: int) -> int:
     """As `_hops`, with a sliding window."""
-    size, keys = len(positions), [own.index.sort().values for own in positions]
+    size, keys = len(positions), [group.index.sort().values for group in positions]
     hops = 0
-    for rank, own in enumerate(positions):
-        views = own.views(window)
+    for rank, group in enumerate(positions):
+        views = group.views(window)
         for distance in range(hops + 1, size):
             other = keys[(rank - distance) % size]
             if any(
@@ -185,7 +185,7 @@ class AttentionPlan:
         positions = [Positions.of(index, starts, parents, begins) for index in joined]
         lengths = [int(index.numel()) for index in indices]
         hops = _hops(positions, starts, parents)
-        longest = max((_longest(own) for own in positions), default=0)
+        longest = max((_longest(group) for group in positions), default=0)
         return AttentionPlan(lengths, ulysses, positions, hops, make(), device, longest)
 
     def within(self, window: int | None) -> AttentionPlan:
@@ -258,9 +258,9 @@ class AttentionPlan:
                 arriving = [(owner, self.part(owner, (rank - owner) % groups))]
             index, first = list[torch.Tensor](), list[torch.Tensor]()
             for group, chosen in arriving:
-                own = self.positions[group]
-                index.append(own.index if chosen is None else own.index[chosen])
-                first.append(own.first if chosen is None else own.first[chosen])
+                positions = self.positions[group]
+                index.append(positions.index if chosen is None else positions.index[chosen])
+                first.append(positions.first if chosen is None else positions.first[chosen])
             keys = Positions(torch.cat(index), torch.cat(first))
             works = [
                 self.block.prepare(queries, keys, self.device)

@@ -77,10 +77,10 @@ class Positions:
         level; a query without keys has `first` above `index`. `window`: most tokens that a query
         attends to, itself included; None for all.
         """
-        own = Level(self.first, self.index, self.index)
+        level = Level(self.first, self.index, self.index)
         return [
             Positions(last, first if window is None else first.maximum(as_if - window + 1))
-            for first, last, as_if in (own, *self.levels)
+            for first, last, as_if in (level, *self.levels)
         ]
 
 

@@ -146,8 +146,8 @@ class _ExpertMlp(torch.autograd.Function):
         _, times, sums = products(work.backend)
         grad_x = work.output(x, len(grad), x.shape[1])
         gradients = [
-            work.output(x, *weight.shape) if wanted else None
-            for weight, wanted in zip(weights, needed[1:5], strict=True)
+            work.output(x, *weight.shape) if is_needed else None
+            for weight, is_needed in zip(weights, needed[1:5], strict=True)
         ]
 
         def add(number: int, experts: slice, counts: Sequence[int], grad: Any, values: Any) -> None:

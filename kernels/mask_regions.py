@@ -108,33 +108,37 @@ class KernelCalls:
     pieces: list[KernelCall]
 
 
-def _stretches(first: list[int], upto: list[int], rows: list[int]) -> Iterator[tuple[int, int]]:
-    """Ranges [a, b) of queries within one document; of more than `TILE` only where each attends to
-    as many keys as the one before, or one more. `first`, `upto`: by query, its first key and the
-    last one plus 1.
+def _query_ranges(first: list[int], upto: list[int], rows: list[int]) -> Iterator[tuple[int, int]]:
+    """Ranges [a, b) of one document's queries, consecutive in q: at most `TILE`, or a run whose key
+    counts all stay or all grow by 1. `first`, `upto`: by query, its first key and the last one plus
+    1. `rows`: each query's row of q, ascending.
     """
-    # Queries without a key here may stand between others, of documents that continue the same one.
-    steps = [
+    # added_keys[i]: keys query i + 1 sees beyond query i; -1: other document, or rows apart
+    # (queries without a key stand between)
+    added_keys = [
         u1 - u0 if f1 == f0 and r1 == r0 + 1 else -1
         for f0, f1, u0, u1, r0, r1 in zip(
             *(first, first[1:], upto, upto[1:], rows, rows[1:]), strict=False
         )
     ]
     runs: list[tuple[int, int, int]] = []  # (begin, end, step) where all steps are equal
-    for position, step in enumerate(steps):
+    for position, step in enumerate(added_keys):
         if runs and runs[-1][2] == step:
             runs[-1] = (runs[-1][0], position + 1, step)
         else:
             runs.append((position, position + 1, step))
-    start = 0  # first query that is in no stretch yet
+    start = 0  # first query that is in no range yet
 
     def tiles(end: int) -> Iterator[tuple[int, int]]:
+        """Cut the queries before `end` into tiles of at most `TILE` queries and `TILE_KEYS` added
+        keys.
+        """
         nonlocal start
         while start < end:
             stop = start + 1
             while (
                 stop < end
-                and steps[stop - 1] >= 0
+                and added_keys[stop - 1] >= 0
                 and stop - start < TILE
                 and upto[stop] - upto[start] <= TILE_KEYS
             ):
@@ -227,8 +231,8 @@ def mask_regions_of(
     if any(f1 != f0 and f1 < u0 for f0, f1, u0 in zip(first, first[1:], upto, strict=False)):
         return list(_bands(rows, first, upto, masks_are_cheap)), limits
     spans = []
-    for a, b in _stretches(first, upto, rows):
-        # A stretch is consecutive in q.
+    for a, b in _query_ranges(first, upto, rows):
+        # A range is consecutive in q.
         q0, q1, begin, low, high = rows[a], rows[b - 1] + 1, first[a], upto[a], upto[b - 1]
         if high == low:
             spans.append(MaskRegion(q0, q1, begin, low, "full"))

@@ -246,9 +246,9 @@ def refuse_no_run(words: list[str]) -> None:
     for before, word in zip(["", *words], words, strict=False):
         if not word.startswith("-") and before != "--out":
             if not os.path.isdir(word):
-                what = "is a file" if os.path.exists(word) else "does not exist"
+                problem = "is a file" if os.path.exists(word) else "does not exist"
                 raise UserError(
-                    f"{word} {what}; name the run folder, which the recipe has as folder"
+                    f"{word} {problem}; name the run folder, which the recipe has as folder"
                 )
             try:
                 refuse_unfit(Path(word))

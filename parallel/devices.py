@@ -107,14 +107,14 @@ def why_unseen(cuda: str | None) -> str:
     if problem := driver_problem(gpus[0].driver, cuda):
         return f"{listed}, but torch sees none: {problem}, {rather}"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    cut = (
+    note = (
         " MIG is on: CUDA sees a slice only by its name (nvidia-smi -L)."
         if any(gpu.is_cut for gpu in gpus)
         else ""
     )
     shown = f"CUDA_VISIBLE_DEVICES is {visible!r}" if visible else "no variable hides them"
     return (
-        f"{listed}, but torch for CUDA {cuda} sees none; {shown}.{cut} See what"
+        f"{listed}, but torch for CUDA {cuda} sees none; {shown}.{note} See what"
         f" python -c 'import torch; torch.cuda.init()' says, {rather}"
     )
 
@@ -138,10 +138,10 @@ def beyond(index: int, names: list[str]) -> str:
         return ""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     shown = f" (CUDA_VISIBLE_DEVICES is {visible!r})" if visible else ""
-    cut = ""
+    note = ""
     if any("MIG" in name for name in names):
-        cut = ": of GPUs cut by MIG a process sees one slice, so that a run has one rank"
+        note = ": of GPUs cut by MIG a process sees one slice, so that a run has one rank"
     return (
         f"rank {index} of this host needs a GPU of its own, but torch sees {len(names)}"
-        f"{shown}{cut}; start as many ranks on a host as it has GPUs, or make more of them visible"
+        f"{shown}{note}; start as many ranks on a host as it has GPUs, or make more of them visible"
     )

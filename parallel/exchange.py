@@ -74,15 +74,15 @@ class RingExchange:
         """
         if self.size == 1:
             return pieces[0]
-        own, longest = pieces[self.rank], max(piece.shape[0] for piece in pieces)
-        padded = own.new_zeros((self.size * longest, *own.shape[1:]))
+        local, longest = pieces[self.rank], max(piece.shape[0] for piece in pieces)
+        padded = local.new_zeros((self.size * longest, *local.shape[1:]))
         for rank, piece in enumerate(pieces):
             padded[rank * longest : rank * longest + piece.shape[0]] = piece
-        out = own.new_empty((longest, *own.shape[1:]))
+        out = local.new_empty((longest, *local.shape[1:]))
         if longest:
             with waits("reduce-scatter", self.axes[0]):
                 dist.reduce_scatter_single(out, padded, group=self.axes[0].group)
-        return out[: own.shape[0]]
+        return out[: local.shape[0]]
 
     def all_to_all(
         self, pieces: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]

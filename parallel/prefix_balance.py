@@ -251,13 +251,13 @@ class FamilyBalance:
         left: list[int] = []
         """Tokens that each part has room for."""
         for n in sorted(family, key=lambda n: (-self._units[n].length, n)):
-            own = self._units[n].length - prefix
-            index = next((at for at, room in enumerate(left) if own <= room), len(parts))
+            length = self._units[n].length - prefix
+            index = next((at for at, room in enumerate(left) if length <= room), len(parts))
             if index == len(parts):
                 parts.append([])
                 left.append(budget - prefix)
             parts[index].append(n)
-            left[index] -= own
+            left[index] -= length
         # Too few to share: what the parts save may be below what sharing must save.
         return [
             group

@@ -112,8 +112,8 @@ class Writing:
             raise
         finally:
             problem = _outcome(self._committed, 0, f"not on the disk after {timeout_s:.0f} s")
-            what = f"is not saved: {problem}" if problem else "is saved"
-            say(f"the checkpoint of step {self.step} {what}")
+            outcome = f"is not saved: {problem}" if problem else "is saved"
+            say(f"the checkpoint of step {self.step} {outcome}")
 
     def _is_over(self, timeout_s: float) -> bool:
         """Wait until rank 0 has committed the checkpoint or given up; returns whether it has."""

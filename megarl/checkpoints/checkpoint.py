@@ -35,7 +35,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.checkpoints.adapter_files import adapter_bytes
 from megarl.checkpoints.background import Digests, Writing, reports_of
-from megarl.checkpoints.export import WeightExport, write_description
+from megarl.checkpoints.export import WeightExport, write_configs_and_tokenizer
 from megarl.checkpoints.group_files import FOLDER, write_groups
 from megarl.checkpoints.lease import Lease
 from megarl.checkpoints.listing import (
@@ -265,12 +265,12 @@ class Checkpoints:
         """The first weight, of any role on any rank, that is not finite; "" if all are.
         Collective.
         """
-        broken = ""
+        first = ""
         for folder, engine in self._engines.items():
             weight = engine.broken_weight()  # collective over the ranks of the role
             of_role = f" of the {folder.removeprefix('roles/')}" if folder != "state" else ""
-            broken = broken or (weight and weight + of_role)
-        return next(filter(None, gather_objects(broken, self.world)), "")
+            first = first or (weight and weight + of_role)
+        return next(filter(None, gather_objects(first, self.world)), "")
 
     def _make_room(self, aside: Path) -> None:
         remove_unfinished(self.folder)
@@ -303,7 +303,7 @@ class Checkpoints:
                 files.create(aside / "adapter" / name).write(content)
         files.add_later(
             lambda: [
-                *write_description(folder, model, self.tokenizer, self.generation),
+                *write_configs_and_tokenizer(folder, model, self.tokenizer, self.generation),
                 write_progress(aside, progress),
             ]
         )
@@ -379,9 +379,9 @@ class Checkpoints:
                     " set folder to a new one"
                 )
             engine.load(path / folder)
-        if broken := self._broken_weight():
+        if weight := self._broken_weight():
             raise UserError(
-                f"the weight {broken} of checkpoint {path} is not finite; remove the checkpoint, so"
+                f"the weight {weight} of checkpoint {path} is not finite; remove the checkpoint, so"
                 " that the one before is used"
             )
         if self.engine is not None:

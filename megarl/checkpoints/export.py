@@ -34,19 +34,19 @@ BAND_BYTES = 32 * 2**20
 CONFIG, GENERATION = "config.json", "generation_config.json"
 
 
-def write_description(
+def write_configs_and_tokenizer(
     folder: Path,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     generation: bytes | None = None,
 ) -> list[Path]:
-    """Write what a Hugging Face model has beside its weights: configs, and the tokenizer's files
-    byte by byte as they were loaded, unless it was changed. Returns all files without weights.
-    `generation`: None for what transformers makes of the config.
+    """Write both configs and the tokenizer's files (loaded bytes, unless changed). `generation`:
+    bytes of generation_config.json; None: `model`'s own. Returns all paths but weights and index.
     """
     model.config.save_pretrained(folder)
     config = json.loads((folder / CONFIG).read_text())
     config["architectures"] = config.get("architectures") or [type(model).__name__]
+    # for transformers 4
     (folder / CONFIG).write_text(json.dumps(with_older_keys(config), indent=2, sort_keys=True))
     if model.generation_config is not None:  # a classifier has none
         # Unchecked: many published files have settings that transformers calls a contradiction.
@@ -232,11 +232,11 @@ class WeightExport:
         return bands
 
     def write(
-        self, folder: Path, own: Mapping[str, torch.Tensor], axis: Axis, out: RankFiles
+        self, folder: Path, buffers: Mapping[str, torch.Tensor], axis: Axis, out: RankFiles
     ) -> None:
         """Add this rank's safetensors files to `out`. Collective over the whole job.
 
-        `own`: {tensor: flat buffer} of this rank's parts. An error of the disk is kept in
+        `buffers`: {tensor: flat buffer} of this rank's parts. An error of the disk is kept in
         `out.problem`: other ranks wait for the transfers.
         """
         for start in range(0, len(self.outputs), self.num_ranks):
@@ -250,19 +250,19 @@ class WeightExport:
             for number in range(max(len(self.bands[file]) for file in group)):
                 for file in group:
                     if number < len(self.bands[file]):
-                        self._write_band(self.bands[file][number], sink, own, axis)
+                        self._write_band(self.bands[file][number], sink, buffers, axis)
         if self.index is not None and axis.rank == 0:
             out.create(folder / INDEX).write(json.dumps(self.index, indent=2).encode())
 
     def _write_band(
-        self, band: _Band, file: RankFile | None, own: Mapping[str, torch.Tensor], axis: Axis
+        self, band: _Band, file: RankFile | None, buffers: Mapping[str, torch.Tensor], axis: Axis
     ) -> None:
         writer, dtype = self.writer(band.file), self._dtypes[band.tensor]
-        device = next(iter(own.values())).device
+        device = next(iter(buffers.values())).device
         whole = torch.empty(band.size if axis.rank == writer else 0, dtype=dtype, device=device)
         for copy in band.copies:
             if copy.source == axis.rank:
-                region = copy.taken.view(own[copy.taken.buffer])
+                region = copy.taken.view(buffers[copy.taken.buffer])
                 if writer == axis.rank:
                     copy.put.view(whole).copy_(region)
                 else:

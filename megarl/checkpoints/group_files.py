@@ -36,7 +36,7 @@ def write_groups(path: Path, groups: Sequence[Group], made_with: str) -> Path:
     recorded = [experts for segment in parts if (experts := segment.arrays.experts) is not None]
     if recorded:
         arrays["experts"] = np.concatenate(recorded)
-    about = {
+    header = {
         "made_with": made_with,
         "experts": [
             0 if (experts := segment.arrays.experts) is None else len(experts) for segment in parts
@@ -52,7 +52,7 @@ def write_groups(path: Path, groups: Sequence[Group], made_with: str) -> Path:
         ],
     }
     # An array: the header of a file is limited to 100 MB. Versions may be numpy's integers.
-    arrays["about"] = np.frombuffer(json.dumps(about, default=int).encode(), np.uint8)
+    arrays["about"] = np.frombuffer(json.dumps(header, default=int).encode(), np.uint8)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(save(arrays))
     return path
@@ -68,15 +68,15 @@ def read_groups(
     groups, left_out, reader = list[Group](), 0, TypeAdapter(list[Rollout])
     for path in sorted((checkpoint / FOLDER).glob("*.safetensors")):
         with safe_open(str(path), framework="np") as file:
-            about = json.loads(file.get_tensor("about").tobytes())
+            header = json.loads(file.get_tensor("about").tobytes())
             token_ids, logprobs = file.get_tensor("token_ids"), file.get_tensor("logprobs")
             experts = file.get_tensor("experts") if "experts" in file.keys() else None  # noqa: SIM118
-        if about["made_with"] != made_with:
-            left_out += len(about["groups"])
+        if header["made_with"] != made_with:
+            left_out += len(header["groups"])
             continue
         end = last = 0
-        counts = iter(about.get("experts", ()))  # older files have none
-        for record in about["groups"]:
+        counts = iter(header.get("experts", ()))  # older files have none
+        for record in header["groups"]:
             for span in (span for row in record["rollouts"] for span in row["segments"]):
                 begin, end = end, end + span["num_tokens"]
                 first, last = last, last + next(counts, 0)

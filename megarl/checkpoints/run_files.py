@@ -85,8 +85,8 @@ def _check_ledger(path: Path, checkpoint: Path | None, progress: Progress | None
         if reader is None or held is None or reader.num_bytes < int(held) or at == 1:
             raise
         needs = f" ({checkpoint.name} was written before)" if checkpoint is not None else ""
-        cut = f"sed -i '{at},$d' {shlex.quote(str(path))}"
-        raise ValueError(f"{error}, or remove it from line {at} on: {cut}{needs}") from None
+        command = f"sed -i '{at},$d' {shlex.quote(str(path))}"
+        raise ValueError(f"{error}, or remove it from line {at} on: {command}{needs}") from None
     if torn:
         say(f"megarl: {path}: cutting off a torn tail of {torn} bytes")
     if checkpoint is not None and progress is not None:

@@ -128,26 +128,26 @@ def open_whole(folder: Path) -> Store:
 
 
 def refuse_others(
-    store: Store, folder: Path, wanted: Mapping[str, tuple[int, ...]], left_out: Sequence[str]
+    store: Store, folder: Path, needed: Mapping[str, tuple[int, ...]], left_out: Sequence[str]
 ) -> None:
     """Raise `ValueError`, naming the first tensor, unless the checkpoint has exactly the tensors
-    {name: shape} of `wanted`, and maybe those of `left_out`.
+    {name: shape} of `needed`, and maybe those of `left_out`.
     """
     fix = "the weights and the config are not of one model: fetch both again"
-    missing = [name for name in wanted if name not in store.shapes]
-    extra = [name for name in store.shapes if name not in wanted and name not in left_out]
+    missing = [name for name in needed if name not in store.shapes]
+    extra = [name for name in store.shapes if name not in needed and name not in left_out]
     if missing:
         unknown = f", but has {extra[0]}{_others(extra)}, which it does not" if extra else ""
         raise ValueError(
-            f"{folder} has no tensor {missing[0]} {wanted[missing[0]]}{_others(missing)}, which its"
+            f"{folder} has no tensor {missing[0]} {needed[missing[0]]}{_others(missing)}, which its"
             f" config.json asks for{unknown}; {fix}"
         )
-    misshapen = [name for name, shape in wanted.items() if store.shapes[name] != shape]
+    misshapen = [name for name, shape in needed.items() if store.shapes[name] != shape]
     if misshapen:
         name = misshapen[0]
         raise ValueError(
             f"{name} in {store.paths[name]} is {store.shapes[name]}{_others(misshapen)}, its"
-            f" config.json says {wanted[name]}; {fix}"
+            f" config.json says {needed[name]}; {fix}"
         )
     if extra:
         raise ValueError(

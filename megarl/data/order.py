@@ -84,5 +84,5 @@ class MixedOrder:
 
     def row(self, ordinal: int) -> int:
         """The row at position `ordinal` of training."""
-        number, own = self._interleaving.at(ordinal)
-        return self._first[number] + self._orders[number].row(own)
+        number, position = self._interleaving.at(ordinal)
+        return self._first[number] + self._orders[number].row(position)

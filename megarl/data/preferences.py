@@ -229,14 +229,14 @@ def _texts(
 ) -> tuple[str, str, Any]:
     """(prompt, response, both as the row has them) of the column that the setting `name` names."""
     key = f"column '{getattr(cells.config, name)}'"
-    value, what = chats.parsed_chat(cells.value(name)), f"the response ({key})"
+    value, label = chats.parsed_chat(cells.value(name)), f"the response ({key})"
     if template is None:
         cells.require(
             not isinstance(value, list),
             f"{key} holds a chat; set {cells.setting}.template to 'chat'",
         )
-        reply = text_of(value, what=what, place=cells.place)
-        chats.check_reply({"content": reply}, cells, what)
+        reply = text_of(value, what=label, place=cells.place)
+        chats.check_reply({"content": reply}, cells, label)
         return chats.plain_prompt(cells), reply, [cells.value("prompt_column"), reply]
     if not isinstance(value, list):
         value = text_of(value, what="the response", place=cells.place)
@@ -245,7 +245,7 @@ def _texts(
         chat[-1]["role"] == "assistant",
         f"{key} ends with a turn of {chat[-1]['role']!r}, not of the assistant; drop the row",
     )
-    chats.check_reply(chat[-1], cells, what)
+    chats.check_reply(chat[-1], cells, label)
     chats.check_question(chat[:-1], cells)
     tools = chats.tools_of(cells)
     return *template.answered(chat, cells.place, tools), [chat, tools]

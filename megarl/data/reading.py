@@ -241,8 +241,8 @@ class Reading(Generic[C]):
             )
         self.notes.insert(0, f"{text}; their prompts lose the first tokens")
         self.is_cut = True
-        cut = TokenLists(prompts[row][-int(room[row]) :] for row in range(num_rows))
-        return list(range(num_rows)), cut
+        fitted = TokenLists(prompts[row][-int(room[row]) :] for row in range(num_rows))
+        return list(range(num_rows)), fitted
 
 
 def _loses(text: str, again: str) -> bool:

@@ -161,9 +161,9 @@ def _load_source(
     texts = [_rendered(problem, data.template, tools or problem.tools) for problem in problems]
     data.check_texts(texts, [problem.answer for problem in problems])
     token_ids = data.prompt_tokens(texts, are_read=are_read)
-    kept, cut = data.fit(token_ids)
-    for row in np.flatnonzero(cut.lengths != token_ids.lengths):
-        texts[row] = str(tokenizer.decode(cut[row]))
+    kept, fitted = data.fit(token_ids)
+    for row in np.flatnonzero(fitted.lengths != token_ids.lengths):
+        texts[row] = str(tokenizer.decode(fitted[row]))
     texts, problems = [*map(unmarked, texts)], picked(problems, kept)
     names = [_environment(problem.cells) for problem in problems]
     settings = [config.template, config.system, config.instruction, config.shuffle]
@@ -179,7 +179,7 @@ def _load_source(
         for text, problem, name in zip(picked(texts, kept), problems, names, strict=True)
     ]
     digest = fingerprint(settings, ((problem.value, problem.answer) for problem in problems))
-    return PromptList(prompts, cut.only(kept), data.order(len(kept)), digest, data.warning)
+    return PromptList(prompts, fitted.only(kept), data.order(len(kept)), digest, data.warning)
 
 
 def _problem(cells: Cells[PromptsConfig], template: ChatTemplate | None, tools: Tools) -> Problem:
@@ -188,13 +188,13 @@ def _problem(cells: Cells[PromptsConfig], template: ChatTemplate | None, tools: 
     choices = Choices.of(cells) if config.choices_column else None
     answer = _answer(cells, choices) if config.answer_column else ""
     value = cells.value("prompt_column")
-    own = tools_of(cells) if template is not None else []
+    row_tools = tools_of(cells) if template is not None else []
     require(
-        not (tools and own),
+        not (tools and row_tools),
         f"{cells.setting}: rows have tools (column '{config.tools_column}') beside"
         f" environment.tools, which alone can be called; set {cells.setting}.tools_column to ''",
     )
-    return Problem(cells, value, answer, choices.lines() if choices else "", own)
+    return Problem(cells, value, answer, choices.lines() if choices else "", row_tools)
 
 
 def _answer(cells: Cells[PromptsConfig], choices: Choices | None) -> str:

@@ -68,7 +68,7 @@ class EngineClient:
     @property
     def missing(self) -> int:
         """Engines that do not get the present weights."""
-        return len(self._starts.first) - len(self.members)
+        return len(self._starts.actors) - len(self.members)
 
     def ask(self, method: str, *arguments: Any, timeout_s: float = 0.0) -> Any:
         """The answer of a method of `EngineManager` that takes at most `timeout_s`."""

@@ -40,7 +40,9 @@ class RecordingWorker(WeightSyncWorker):
         return [layer.layer_id for layer in layers], layers[0].router.global_num_experts
 
     def megarl_record_experts(self) -> None:
-        """Begin to record, on the first rank: all have the same choices."""
+        """By `collective_rpc`: record the routers' choices, on tensor-parallel rank 0 only, since
+        all ranks choose the same experts.
+        """
         self.megarl_record = None
         if get_tensor_model_parallel_rank() == 0:
             self.megarl_record = ExpertRecord(self.model_runner)

@@ -47,7 +47,7 @@ LOOK_S = 0.05
 
 @dataclass(frozen=True)
 class EngineStarts:
-    """How the engines are started. A call with an engine's number makes another actor."""
+    """How the engines are started. `make_actor` makes another actor for an engine."""
 
     seats: Sequence[Seat]
     """Where each engine runs."""
@@ -63,15 +63,17 @@ class EngineStarts:
     """
     namespace: str | None = field(default_factory=lambda: os.environ.get(KEPT_ENGINES))
     """Ray namespace of engines that stay after the run."""
-    first: list[ActorHandle] = field(default_factory=list)
+    actors: list[ActorHandle] = field(default_factory=list)
     """One actor for each engine; Ray ends them with these handles."""
 
     def begin(self) -> EngineStarts:
-        """Begin to start all engines, or take those that earlier runs have left."""
+        """Begin to start all engines, on actors that earlier runs kept or new ones. Returns self;
+        `EngineManager` waits.
+        """
         kept = kept_engines(self.arguments["recording"])
         for number in range(len(self.seats)):
-            self.first.append(kept[number] if number in kept else self(number))
-            self.first[number].start.remote()
+            self.actors.append(kept[number] if number in kept else self.make_actor(number))
+            self.actors[number].start.remote()
         return self
 
     @property
@@ -79,7 +81,7 @@ class EngineStarts:
         """Whether a ready engine has its weights, from disk."""
         return self.arguments["load"] and not self.arguments["adapter_rank"]
 
-    def __call__(self, number: int) -> ActorHandle:
+    def make_actor(self, number: int) -> ActorHandle:
         """The Ray actor of engine `number`, not started."""
         seat = self.seats[number]
         options: dict[str, Any] = {"max_concurrency": 100_000} | seat.options
@@ -145,14 +147,14 @@ class EngineManager:
     ) -> None:
         """`use(number, actor)`: a replacement can serve. `fail(reason)`: ends the run."""
         self._starts, self._use, self._fail = starts, use, fail
-        self.engines = [ManagedEngine(*pair) for pair in enumerate(starts.first)]
+        self.engines = [ManagedEngine(*pair) for pair in enumerate(starts.actors)]
         self.moved_at = time.monotonic()
         """When an engine last made a step."""
         self.failure = ""
         """Why no engine can be used any more."""
         self._deadline = time.monotonic() + starts.timeout_s
         """Until when all engines must have been ready once."""
-        self._is_under_way = self._is_published = self._is_publishing = False
+        self._all_were_ready = self._is_published = self._is_publishing = False
         """Whether all engines have been ready once, some got weights, and some are getting them."""
         self._members: dict[int, ActorHandle] = {}
         """{number: actor} in the present publication."""
@@ -190,7 +192,7 @@ class EngineManager:
                 if self._is_published and not self._is_publishing:
                     self._check_weights()
                 await self._may_start.wait()
-                engine.handle, engine.state = self._starts(engine.number), "starting"
+                engine.handle, engine.state = self._starts.make_actor(engine.number), "starting"
         except Exception as error:
             self.failure = self.failure or str(error) or repr(error)
             await self._fail(self.failure)
@@ -206,7 +208,7 @@ class EngineManager:
         run if the process lives.
         """
         began, timeout_s = time.monotonic(), self._starts.timeout_s
-        if not self._is_under_way:
+        if not self._all_were_ready:
             timeout_s = self._deadline - began
         fix, name = "raise rollout.engine.start_timeout_s", f"engine {engine.number}"
         engine.born = asyncio.ensure_future(engine.handle.process.remote())
@@ -214,15 +216,15 @@ class EngineManager:
             started = engine.handle.start.remote()
             engine.processes = await await_answer(name, started, timeout_s, "starting", fix)
         except RuntimeError as error:
-            if not self._is_under_way and not isinstance(error, ProcessLost):
+            if not self._all_were_ready and not isinstance(error, ProcessLost):
                 raise
             return str(error)
         engine.state, engine.has_weights = "ready", self._starts.serves_at_once
         if engine.has_weights:
             self._use(engine.number, engine.handle)
-        if self._is_under_way:
+        if self._all_were_ready:
             self._say(f"megarl: {name} is ready again after {time.monotonic() - began:.0f} s")
-        self._is_under_way |= all(engine.state == "ready" for engine in self.engines)
+        self._all_were_ready |= all(engine.state == "ready" for engine in self.engines)
         return ""
 
     async def _lost(self, engine: ManagedEngine) -> str:
@@ -284,7 +286,7 @@ class EngineManager:
         engine.state = "given up"
         reason = f"{ENGINE_STARTS} starts of engine {engine.number} failed; the last: {problem}"
         usable = sum(engine.state != "given up" for engine in self.engines)
-        if not usable or self._starts.takes_turns or not self._is_under_way:
+        if not usable or self._starts.takes_turns or not self._all_were_ready:
             raise RuntimeError(reason)
         count = len(self.engines)
         self._say(f"megarl: warning: {reason}; the run goes on with {usable} of {count} engines")
@@ -297,9 +299,11 @@ class EngineManager:
     # ---------------------------------------------------------------------------- calls of rank 0
 
     async def ready(self) -> str:
-        """Wait until all were ready once; returns why one cannot start, or ""."""
+        """Wait until every engine has been ready once. Returns "", or why the run cannot start;
+        `_start` has the deadline.
+        """
         with contextlib.suppress(ProcessLost):
-            await self._until(lambda: self._is_under_way, math.inf)  # `_start` has the deadline
+            await self._until(lambda: self._all_were_ready, math.inf)
         return self.failure
 
     async def hold(self, lost: Sequence[int] = ()) -> tuple[list[int], list[int], list[str]]:
@@ -413,8 +417,8 @@ class EngineManager:
 
     async def close(self) -> None:
         """Stop the engines that do not stay after the run."""
-        for life in [*self._lives, *(engine.watch for engine in self.engines if engine.watch)]:
-            life.cancel()
+        for task in [*self._lives, *(engine.watch for engine in self.engines if engine.watch)]:
+            task.cancel()
         await asyncio.gather(*self._lives, return_exceptions=True)
         if self._starts.namespace is None and self.engines:
             stops = [asyncio.ensure_future(engine.handle.stop.remote()) for engine in self.engines]

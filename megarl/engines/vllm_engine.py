@@ -192,12 +192,14 @@ class Engine(VllmProcess):
             finish="stop" if output.finish_reason == "stop" else "length",
         )
 
-    async def _experts(self, final: Any) -> np.ndarray:
-        """[T, layers, K] of all tokens of a finished request. The last one was never computed."""
-        output, dtype = final.outputs[0], expert_dtype(self._num_experts)
-        count = len(final.prompt_token_ids) + len(output.token_ids)
+    async def _experts(self, request_output: Any) -> np.ndarray:
+        """[T, layers, K]: experts that each MoE layer chose for prompt and output tokens. The last
+        token was never an input: `unreported_experts`.
+        """
+        output, dtype = request_output.outputs[0], expert_dtype(self._num_experts)
+        count = len(request_output.prompt_token_ids) + len(output.token_ids)
         if self._on_cpu:
-            arguments = (final.request_id, count - 1)
+            arguments = (request_output.request_id, count - 1)
             answers = await self._llm.collective_rpc("megarl_take_experts", args=arguments)
             shape, content = answers[0]
             recorded = np.frombuffer(content, dtype).reshape(shape)
@@ -233,8 +235,8 @@ class Engine(VllmProcess):
         return self._pauses.within(last_s)
 
     def _count_steps(self) -> None:
-        """Count outputs of vLLM's core, one a step. A logger of vLLM's statistics takes Prometheus'
-        metrics of every token along.
+        """Wrap vLLM's `get_output_async` to count steps, tokens and preemptions. vLLM's own stat
+        loggers would update Prometheus metrics for every token too.
         """
         from vllm.v1.engine import EngineCoreEventType
 
@@ -247,9 +249,9 @@ class Engine(VllmProcess):
             self._steps += 1
             self._tokens += sum(len(output.new_token_ids) for output in outputs.outputs)
             for event in (event for output in outputs.outputs for event in output.events or ()):
-                # A pause for new weights pushes out every running request.
-                is_full = event.type == preempted and not self._pauses.had(event.timestamp)
-                self._preemptions += is_full
+                # A pause for new weights preempts every running request; only a full cache counts.
+                is_cache_full = event.type == preempted and not self._pauses.had(event.timestamp)
+                self._preemptions += is_cache_full
             return outputs
 
         core.get_output_async = counted

@@ -32,13 +32,13 @@ def oversee(parent: int, begin: Callable[[], object]) -> None:
     call_libc("prctl", SET_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
-    own = os.getpid()
+    pid = os.getpid()
     program = os.fork()
     if not program:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, both)
         os.setsid()  # `kill 0` ends the program's processes only
         call_libc("prctl", SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() == own:
+        if os.getppid() == pid:
             begin()
         os._exit(127)
     status = signal.SIGTERM
@@ -53,7 +53,7 @@ def oversee(parent: int, begin: Callable[[], object]) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, both)
         with contextlib.suppress(OSError):  # SIGKILL has no other
             signal.signal(-code, signal.SIG_DFL)
-        os.kill(own, -code)
+        os.kill(pid, -code)
     os._exit(code)
 
 

@@ -222,15 +222,15 @@ def cover(hidden: Sequence[str], folder: str) -> bool:
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
         call_libc("mount", "none", "/", "", RECURSIVE | PRIVATE, 0)
-        own = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+        descriptor = os.open(folder, os.O_PATH | os.O_CLOEXEC)
         for path in covered:
             if os.path.isdir(path) and not os.path.islink(path):  # nor gone with one above it
                 call_libc("mount", "none", path, "tmpfs", NOSUID | NODEV, "size=64k,mode=0755")
         os.makedirs(folder, exist_ok=True)
         set_mount("/", RDONLY, below=True)
-        call_libc("mount", f"/proc/self/fd/{own}", folder, "", BIND, 0)
+        call_libc("mount", f"/proc/self/fd/{descriptor}", folder, "", BIND, 0)
         set_mount(folder, 0, clear=RDONLY)
-        os.close(own)
+        os.close(descriptor)
     except OSError:
         return False
     return True

@@ -162,8 +162,8 @@ def check_verifier(config: EnvironmentConfig) -> list[dict[str, Any]]:
         environment = Environment(config)
         try:
             # What is built in ends; how long a user's file takes, only the user knows.
-            own = own_files(config) and not config.tools.servers
-            await environment.start(within_s=config.load_limit_s if own else None)
+            files = own_files(config) and not config.tools.servers
+            await environment.start(within_s=config.load_limit_s if files else None)
             for name, form in environment.forms.items() if launcher.rank() == 0 else ():
                 console.say(f"{setting_of(config)}: {name} is called in the form of {form}")
             return environment.tools

@@ -43,18 +43,18 @@ def ending_forks() -> Iterator[None]:
     """A context manager for a user's code: a process that it forks (`os.fork`) ends with the block,
     instead of going on as a second worker.
     """
-    own, code = os.getpid(), 0
+    pid, code = os.getpid(), 0
     try:
         yield
     except BaseException as error:
-        if os.getpid() == own:
+        if os.getpid() == pid:
             raise
         code = 1
         if isinstance(error, SystemExit):
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
         else:
             traceback.print_exc()
-    if os.getpid() != own:
+    if os.getpid() != pid:
         os._exit(code & 0xFF)
 
 
@@ -76,8 +76,8 @@ async def within(limit_s: float, awaitable: Awaitable[Any], late: str) -> Any:
 
 
 async def outcome_of(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
-    """(what `awaitable` gives, None) or (None, what it raised), also SystemExit, which would end
-    the event loop. A fork made meanwhile ends.
+    """(result, None) or (None, exception) of `awaitable`; SystemExit too, which would end the event
+    loop. A process it forks exits here.
     """
     try:
         with ending_forks():

@@ -216,21 +216,21 @@ def load_by_path(
     return target
 
 
-def check_function(found: Callable[..., Any], name: str, setting: str) -> None:
-    """Raise `ValueError` if `found`, called `name`, is a class or a generator function, or looks
+def check_function(function: Callable[..., Any], name: str, setting: str) -> None:
+    """Raise `ValueError` if `function`, called `name`, is a class or a generator function, or looks
     its arguments up in a cache.
     """
-    what = ""
-    if inspect.isclass(found):
-        what = "is a class; write a function that makes an instance and calls it"
-    elif inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
-        what = "is a generator function, since it has `yield`; return one result"
-    elif hasattr(found, "cache_info"):
-        what = (
+    problem = ""
+    if inspect.isclass(function):
+        problem = "is a class; write a function that makes an instance and calls it"
+    elif inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        problem = "is a generator function, since it has `yield`; return one result"
+    elif hasattr(function, "cache_info"):
+        problem = (
             "is wrapped by functools.cache, whose keys cannot be prompts, lists or dicts; take the"
             " decorator off, and cache a function of texts and numbers that it calls"
         )
-    require(not what, f"{setting}: {name} {what}")
+    require(not problem, f"{setting}: {name} {problem}")
 
 
 def own_function(

@@ -250,7 +250,7 @@ class Host:
         """
         self._config, self._codec = config, codec
         limit_mib, functions = config.memory_limit_mib, dict[str, RewardFunction]()
-        about: Reply = {"tools": []}
+        reply: Reply = {"tools": []}
         try:
             # Before the user's files are on the path, where one may hide a library.
             kit_name = (
@@ -259,22 +259,22 @@ class Host:
             if kit_name:
                 of_app(kit_name)
             verifiers.import_built_in(config)
-            own = verifiers.own_files(config)
-            if config.isolate and (config.has_sessions or own):
+            files = verifiers.own_files(config)
+            if config.isolate and (config.has_sessions or files):
                 enter_own_domain()
-            self._is_own = bool(own) or config.has_sessions
+            self._is_own = bool(files) or config.has_sessions
             with ending_forks():
-                user_code.prepare_imports(own, sources)
+                user_code.prepare_imports(files, sources)
                 if kit_name:
                     kit = of_app(kit_name)(config, codec, sources)
                     self._loop.run_until_complete(kit.start())
-                    about["tools"], self._make = kit.schemas, kit.session
+                    reply["tools"], self._make = kit.schemas, kit.session
                 elif config.has_sessions:
                     self._make = verifiers.load_session(config, sources)
                 else:
                     functions = verifiers.load_functions(config, sources)
                     self._verifier = verifiers.load_verifier(config, functions)
-                    limit_mib = limit_mib or (None if own else BUILT_IN_MEMORY_MIB)
+                    limit_mib = limit_mib or (None if files else BUILT_IN_MEMORY_MIB)
             self._limit = MemoryLimit(limit_mib)
         except BaseException as error:
             return {"refused": str(error) if isinstance(error, ValueError) else _said(error)}
@@ -284,8 +284,8 @@ class Host:
         self._overlaps = config.has_sessions or verifiers.may_overlap(config, functions)
         if self._overlaps:
             self._begin_task(self._beat())
-        about["forms"] = {name: f.form for name, f in functions.items() if f.form}
-        return about | {"imported": user_code.neighbours(own), "beats": self._overlaps}
+        reply["forms"] = {name: f.form for name, f in functions.items() if f.form}
+        return reply | {"imported": user_code.neighbours(files), "beats": self._overlaps}
 
     async def _beat(self) -> None:
         """Send a sign of life, the number 0, every 0.5 s; a call may keep the process from it."""

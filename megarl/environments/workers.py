@@ -73,7 +73,7 @@ class Worker:
         """Start the process afresh (never forked: this process has threads). It ends with its
         parent.
         """
-        self._config, self._is_own = config, bool(own_files(config))
+        self._config, self._has_user_files = config, bool(own_files(config))
         self._mark = f"{os.environ.get(MARK, '')}/{secrets.token_hex(8)}"
         ours, theirs = socket.socketpair()
         with theirs:
@@ -88,19 +88,18 @@ class Worker:
                 # Ctrl-C is the parent's affair
                 start_new_session=True,
             )
-        self._ending = os.pidfd_open(self.process.pid)
+        self._pidfd = os.pidfd_open(self.process.pid)
         """Readable once the process has ended."""
         self._has_ended = asyncio.Event()
         """Set once the process has ended, or is to end."""
         self._writer: asyncio.Future[asyncio.StreamWriter] = asyncio.Future()
         self.waiting: dict[int, tuple[asyncio.Future[Reply], float]] = {}
         """{number of a request: (future of its reply, its limit in seconds)}"""
-        self._last = secrets.randbits(62)
+        self._last_number = secrets.randbits(62)
         """Number of the last request. User code should not guess one."""
         self.lost: Reply | None = None
-        """Once the process is given up, what its requests get: {failure, lost: continues a sentence
-        about the process, by_itself: whether it ended, closed its channel or sent no reply, calls:
-        requests that waited}."""
+        """Reply to open and later requests once the process is given up: {failure; lost: what it
+        did; by_itself; calls: number then open}."""
         self.retires = False
         """Whether the process asked to be replaced."""
         self._heard_at = time.monotonic()
@@ -137,14 +136,14 @@ class Worker:
         """
         if self.lost:
             return self.lost
-        self._last += 1
+        self._last_number += 1
         try:
-            body = pickle.dumps((self._last, *message))
+            body = pickle.dumps((self._last_number, *message))
         except Exception as error:
             return {"failure": "error", "detail": f"{type(error).__name__}: {error}"}
         future = asyncio.get_running_loop().create_future()
         # It stays there if the caller is cancelled: the process replies all the same.
-        self.waiting[self._last] = future, limit_s
+        self.waiting[self._last_number] = future, limit_s
         (await self._writer).write(len(body).to_bytes(8) + body)
         # Most replies come at once; to see what processes compute takes milliseconds for each call.
         await asyncio.wait({future}, timeout=None if self.beats else limit_s / 10)
@@ -152,9 +151,9 @@ class Worker:
             before_s, rest_s = self._computed_s(), 0.9 * limit_s
             await asyncio.wait({future}, timeout=rest_s)
             if not future.done():
-                computed = self._computed_s() - before_s > COMPUTES * rest_s or not self._is_own
-                failure = "response_limit" if computed else "timeout"
-                self.lose(failure, "gave no reply and was ended")
+                computed_s = self._computed_s() - before_s
+                is_busy = computed_s > COMPUTES * rest_s or not self._has_user_files
+                self.lose("response_limit" if is_busy else "timeout", "gave no reply and was ended")
         return future.result()
 
     def _computed_s(self) -> float:
@@ -181,7 +180,7 @@ class Worker:
         reader, writer = await asyncio.open_connection(sock=channel, limit=MOST_BYTES)
         self._writer.set_result(writer)
         loop = asyncio.get_running_loop()
-        loop.add_reader(self._ending, self._note_end)
+        loop.add_reader(self._pidfd, self._note_end)
         reading = asyncio.create_task(self._read(reader))
         ended = asyncio.create_task(self._has_ended.wait())
         try:
@@ -197,16 +196,16 @@ class Worker:
                 self.lose("error", how, by_itself=True)
         finally:
             self.lose("error", "was ended with its pool")
-            loop.remove_reader(self._ending)
+            loop.remove_reader(self._pidfd)
             reading.cancel()
             ended.cancel()
             # A process with much memory can take a second to end.
             await asyncio.to_thread(self.kill)
             writer.close()
-            os.close(self._ending)
+            os.close(self._pidfd)
 
     def _note_end(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._ending)  # it is readable from now on
+        asyncio.get_running_loop().remove_reader(self._pidfd)  # it is readable from now on
         self._has_ended.set()
 
     async def _read(self, reader: asyncio.StreamReader) -> str:

@@ -160,8 +160,8 @@ def wandb(config: ObserveConfig, folder: Path, first_step: int, recipe: Recipe) 
     id_file, known = folder / WANDB_ID, {}
     if first_step and id_file.is_file():
         known = {"id": id_file.read_text().strip(), "resume": "allow"}
-    about = {"project": config.wandb_project, "name": folder.name or None, "config": dict(recipe)}
-    run = wandb.init(**about, **known)
+    labels = {"project": config.wandb_project, "name": folder.name or None, "config": dict(recipe)}
+    run = wandb.init(**labels, **known)
     id_file.write_text(f"{run.id}\n")
     return Sink(lambda step, metrics: run.log(dict(metrics), step=step), run.finish)
 

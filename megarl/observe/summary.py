@@ -85,7 +85,8 @@ def _series(pairs: list[tuple[int, float | None]]) -> tuple[np.ndarray, np.ndarr
 
 
 def read_run(folder: Path, *, transcripts: bool = True) -> Run:
-    """The last of several lines of a step counts. Raises `ValueError` where there is no
+    """Metrics, evaluations and, if asked for, a sample of the transcripts of a run folder. The last
+    of several lines of a step counts. Raises `ValueError` where there is no
     `metrics.jsonl`, or a file is damaged before its last line.
     """
     folder = Path(folder)
@@ -199,7 +200,9 @@ def evaluated_ends(run: Run, name: str) -> tuple[float | None, float | None]:
 
 
 def rollout_ends(run: Run, name: str) -> tuple[float | None, float | None]:
-    """(before, after): means of a metric over at most five first and last steps."""
+    """(before, after): means of metric `name` over its first and its last finite values, up to
+    `ENDS` each, disjoint; None where missing.
+    """
     _, values = run.series(name)
     values = values[np.isfinite(values)]
     if len(values) < 2:

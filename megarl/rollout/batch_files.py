@@ -79,7 +79,7 @@ def write_batch(
     }
     arrays |= with_experts
     arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    about = {
+    header = {
         "format": FORMAT if with_experts else 2 if has_trees else 1,
         "step": batch.step,
         "data_ranks": num_data_ranks,
@@ -88,10 +88,10 @@ def write_batch(
         "metrics": batch.metrics,
         "warning": batch.warning,
     }
-    about["digest"] = _digest(about, arrays)
+    header["digest"] = _digest(header, arrays)
     path.parent.mkdir(parents=True, exist_ok=True)
     with new_file(path, lambda: _refuse_lost(lost)) as file:
-        file.write(save(arrays, {"megarl": json.dumps(about)}))
+        file.write(save(arrays, {"megarl": json.dumps(header)}))
 
 
 def _refuse_lost(lost: Callable[[], str]) -> None:
@@ -117,9 +117,9 @@ def read_batch(path: Path) -> tuple[StepBatch, int]:
     """(batch, number of data ranks), bit-identical, without transcripts. Raises `ValueError`."""
     try:
         with safe_open(str(path), framework="np") as file:
-            about: dict[str, Any] = json.loads((file.metadata() or {})["megarl"])
+            header: dict[str, Any] = json.loads((file.metadata() or {})["megarl"])
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        written, digest = about["format"], about.pop("digest")
+        written, digest = header["format"], header.pop("digest")
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise ValueError(f"the batch {path} cannot be read ({error})") from None
     if not 1 <= written <= FORMAT:
@@ -127,17 +127,17 @@ def read_batch(path: Path) -> tuple[StepBatch, int]:
             f"{path} is of format {written}, and this version of megarl reads formats up"
             f" to {FORMAT}; use the version that wrote it, or a newer one"
         )
-    if digest != _digest(about, arrays):
+    if digest != _digest(header, arrays):
         raise ValueError(f"the batch {path} is damaged: its digest differs")
     batch = StepBatch(
-        step=about["step"],
-        samples=[_samples(arrays, number) for number in range(about["mini_batches"])],
-        micro_batches=about["micro_batches"],
-        metrics=about["metrics"],
-        warning=about["warning"],
+        step=header["step"],
+        samples=[_samples(arrays, number) for number in range(header["mini_batches"])],
+        micro_batches=header["micro_batches"],
+        metrics=header["metrics"],
+        warning=header["warning"],
         **{name: arrays[name] for name in OF_STEP},
     )
-    return batch, about["data_ranks"]
+    return batch, header["data_ranks"]
 
 
 def _samples(arrays: Mapping[str, np.ndarray], number: int) -> Samples:
@@ -148,8 +148,8 @@ def _samples(arrays: Mapping[str, np.ndarray], number: int) -> Samples:
     return Samples(**{name: array for name, array in columns.items() if array is not None})
 
 
-def _digest(about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:
-    hasher = xxhash.xxh3_128(json.dumps(about, sort_keys=True).encode())
+def _digest(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:
+    hasher = xxhash.xxh3_128(json.dumps(header, sort_keys=True).encode())
     for name in sorted(arrays):
         array = arrays[name]
         hasher.update(f"{name} {array.dtype} {array.shape}".encode())

@@ -20,7 +20,9 @@ from megarl.system.process_env import KEPT_ENGINES, own_cluster_token, prepare_e
 
 
 def main() -> None:
-    """Start Ray for runs of a recipe, and keep it until SIGINT, SIGTERM or SIGHUP."""
+    """Start Ray for runs of the recipe `sys.argv[-1]`, print as JSON the variables by which they
+    find it, and wait for a signal.
+    """
     signals.handle()
     signals.guard(30.0)  # for the end of Ray and the engines
     recipe = sys.argv[-1]

@@ -218,7 +218,8 @@ class RolloutService:
 
     async def interrupt(self, is_early_stop: bool = False) -> None:
         """End the run: give out no further batch or evaluation. A step that one rank has taken is
-        still given to the others.
+        still given to the others. `is_early_stop`: asked for by `stop_early`, not by a signal; the
+        first call decides.
         """
         if not self._waits.is_interrupted:
             self._is_early_stop = is_early_stop

@@ -56,7 +56,7 @@ def service_arguments(
     return known | {
         "engines": [
             RemoteEngine(handle, channel, number=number)
-            for number, handle in enumerate(engines.first)
+            for number, handle in enumerate(engines.actors)
         ],
         "starts": engines,
         "environment": ServiceEnvironment(environment, codec, token),

@@ -126,8 +126,8 @@ def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | 
         phase("engines, beside the model"),
         activity("start of the engines", kind="wait", of=whom, deadline_s=start_s),
     ):
-        what, longest_s = "the start of the engines", start_s + mesh.timeout_s
-        wait_for_first(generation.wait, mesh.world, what, longest_s)
+        stage, longest_s = "the start of the engines", start_s + mesh.timeout_s
+        wait_for_first(generation.wait, mesh.world, stage, longest_s)
         generation.join(stack)
     publisher = make_publisher(config, inputs, training.policy, generation, mesh)
     stack.callback(publisher.close)

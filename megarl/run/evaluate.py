@@ -46,8 +46,8 @@ def main(config: RunConfig, inputs: EvalInputs) -> int:
     console.say(f"generations and results are written to {folder}")
     with (folder / "generations.jsonl").open(
         "w", encoding="utf-8", errors="backslashreplace"
-    ) as to:
-        results = [case_result for case in inputs.cases for case_result in evaluate_case(case, to)]
+    ) as generations:
+        results = [row for case in inputs.cases for row in evaluate_case(case, generations)]
     result = {"folder": str(folder), "seed": config.seed, "results": results}
     (folder / "results.json").write_text(json.dumps(result, indent=1) + "\n")
     console.result(json.dumps(result))
@@ -69,30 +69,29 @@ def make_folder(parent: Path) -> Path:
             number += 1
 
 
-def evaluate_case(case: EvalCase, to: IO[str]) -> Iterator[dict[str, Any]]:
-    """Start the engines of one model, and yield its results on one data set after another: metrics
-    with "model" and "data", and "sampled" if asked for. Generations go to `to`, one JSON object
-    a line.
+def evaluate_case(case: EvalCase, generations: IO[str]) -> Iterator[dict[str, Any]]:
+    """Start the engines of one model. Yields per data set {"model", "data", metrics, "sampled" if
+    asked for}. Generations go to `generations`, one JSON object a line.
     """
     tags = tags_of(case.inputs.tokenizer.chat_template)
     config, evaluation = case.config, case.config.evaluation
     with answering(config, case.inputs, next(iter(case.sets.values()))[0]):
         for source, prompts in case.sets.items():
-            count = max(evaluation.samples, int(evaluation.sampled_too))
+            num_samples = max(evaluation.samples, int(evaluation.sampled_too))
             client = RolloutClient(0, silence_s=silence_s(config))
-            about = {"model": config.model.path, "data": source}
-            greedy = list(generate(client, prompts, evaluation.temperature, ["eval"]))
-            add_records(to, about, "greedy", greedy)
-            result: dict[str, Any] = about | summarise_records(greedy)
+            labels = {"model": config.model.path, "data": source}
+            first = list(generate(client, prompts, evaluation.temperature, ["eval"]))
+            add_rows(generations, labels, "greedy", first)
+            result: dict[str, Any] = labels | summarise_records(first)
             if evaluation.samples > 1 or evaluation.sampled_too:
-                names = ["eval_sampled", *(f"eval_sampled/{k}" for k in range(1, count))]
-                drawn = list(generate(client, prompts, config.rollout.temperature, names))
-                add_records(to, about, "sampled", drawn)
+                names = ["eval_sampled", *(f"eval_sampled/{k}" for k in range(1, num_samples))]
+                sampled = list(generate(client, prompts, config.rollout.temperature, names))
+                add_rows(generations, labels, "sampled", sampled)
                 result["sampled"] = {
-                    "samples": count,
+                    "samples": num_samples,
                     "temperature": config.rollout.temperature,
-                    **summarise_records(drawn),
-                    **over_samples(drawn, len(prompts), with_tags(config.environment, tags)),
+                    **summarise_records(sampled),
+                    **over_samples(sampled, len(prompts), with_tags(config.environment, tags)),
                 }
             console.say(f"{config.model.path} on {source}: {shown(result, evaluation.temperature)}")
             yield result
@@ -117,7 +116,7 @@ def answering(config: RunConfig, inputs: RunInputs, prompt: Prompt) -> Iterator[
             engines.wait()
         probe = 2 * prompt.token_ids[:24]
         scores = engines.score(probe, timeout_s=config.rollout.request_timeout_s)
-        refuse_broken(scores, config.model.path)
+        refuse_nonfinite(scores, config.model.path)
         yield
 
 
@@ -136,9 +135,9 @@ def shown(result: Mapping[str, Any], temperature: float) -> str:
     return "; ".join(f"{how}: {'  '.join(numbers(metrics))}" for how, metrics in parts.items())
 
 
-def refuse_broken(scores: Sequence[Sequence[float]], model: str) -> None:
-    """Raise `UserError` if one of the [engines][tokens] log-probs is not finite."""
-    if not all(math.isfinite(score) for engine in scores for score in engine):
+def refuse_nonfinite(logprobs: Sequence[Sequence[float]], model: str) -> None:
+    """Raise `UserError` if a log-prob of the probe prompt, [engines][tokens], is not finite."""
+    if not all(math.isfinite(logprob) for engine in logprobs for logprob in engine):
         raise UserError(
             f"model.path {model!r} gives log-probs that are not finite: its weights hold NaN or"
             " infinite values, or overflow in rollout.engine.dtype; fetch it again, set"
@@ -172,11 +171,11 @@ def generate(
     yield from itertools.chain.from_iterable(client.collect(pending))
 
 
-def add_records(to: IO[str], about: dict[str, str], kind: str, rows: list[dict[str, Any]]) -> None:
-    """Append the rows to `to`, one JSON object a line; NaN and infinity become null."""
-    for record in rows:
-        to.write(json.dumps(finite(about | {"kind": kind} | record), ensure_ascii=False) + "\n")
-    to.flush()
+def add_rows(file: IO[str], labels: dict[str, str], kind: str, rows: list[dict[str, Any]]) -> None:
+    """Append the rows to `file`, one JSON object a line; NaN and infinity become null."""
+    for row in rows:
+        file.write(json.dumps(finite(labels | {"kind": kind} | row), ensure_ascii=False) + "\n")
+    file.flush()
 
 
 def over_samples(

@@ -64,7 +64,7 @@ def run_command(config: RunConfig, inputs: RunInputs, method: Method) -> int:
             if isinstance(parts, Parts):
                 run(parts, method)
             else:
-                serve(parts, method)
+                serve_roles(parts, method)
         is_main = context.is_main
     if is_main:
         folder = Path(config.folder)
@@ -222,8 +222,8 @@ def publish(parts: Parts, version: int) -> dict[str, float]:
     ranks. Raises `RuntimeError` on all if an engine is late or holds other weights.
     """
     timeout_s = parts.config.weight_sync.timeout_s
-    what = f"publication of weights {version}"
-    with activity(what, kind="publish", of="engines", deadline_s=timeout_s):
+    name = f"publication of weights {version}"
+    with activity(name, kind="publish", of="engines", deadline_s=timeout_s):
         return parts.publisher.publish(version=version)
 
 
@@ -294,9 +294,9 @@ def method_of(config: RunConfig) -> Method:
     return Method(function_of(config.algorithm.method, METHODS, "algorithm.method"), work_as_role)
 
 
-def serve(parts: ServingParts, method: Method) -> None:
-    """The loop of a rank without a part of the policy: it obeys rank 0's orders until the run ends,
-    also after a signal, and then raises `EndedBySignal`.
+def serve_roles(parts: ServingParts, method: Method) -> None:
+    """Loop of a rank without a part of the policy: obeys rank 0 until "end" or "abort". Raises
+    `EndedBySignal` if a signal ended the run early.
     """
     with graceful() as stop:
         while True:

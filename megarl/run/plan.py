@@ -188,8 +188,8 @@ def engine_table(config: RunConfig, hf: PretrainedConfig) -> list[ParameterSpec]
     if lora.is_on and lora.publish == "adapter":
         return None
     if is_own(engine.kind):
-        own = function_of(engine.kind, {}, "rollout.engine.kind", is_class=True)
-        if not issubclass(own, Engine):  # pyright: ignore[reportArgumentType]
+        engine_class = function_of(engine.kind, {}, "rollout.engine.kind", is_class=True)
+        if not issubclass(engine_class, Engine):  # pyright: ignore[reportArgumentType]
             return plain_table(whole_published(empty_model(config.model)), engine.tensor)
     on_cpu = local_device().type == "cpu"
     return recorded_table(config.model.path, hf.to_dict(), engine.tensor, on_cpu=on_cpu)
@@ -356,8 +356,8 @@ def check_eval(config: RunConfig, ranks: int | None = None) -> EvalInputs:
     )
     cases = []
     for path in dict.fromkeys(evaluation.models) or [config.model.path]:
-        own = replace(config, model=replace(config.model, path=path))
-        inputs = plan_generation(own, "eval", ranks)
+        answering = replace(config, model=replace(config.model, path=path))
+        inputs = plan_generation(answering, "eval", ranks)
         assert inputs.held_out is not None
         sets = {evaluation.prompts.label: list(inputs.held_out)}
         options: dict[str, Any] = {"seed": config.seed, "setting": "evaluation.prompts"}
@@ -365,8 +365,8 @@ def check_eval(config: RunConfig, ranks: int | None = None) -> EvalInputs:
         for source in evaluation.sources:
             section = replace(evaluation.prompts, source=source)
             rows = load_prompts(section, inputs.tokenizer, **options)
-            check_positions(own, inputs.hf, (), rows.longest)
+            check_positions(answering, inputs.hf, (), rows.longest)
             check_problems(config, rows, f"evaluation.sources {source}")
             sets[source] = list(rows)
-        cases.append(EvalCase(own, inputs, sets))
+        cases.append(EvalCase(answering, inputs, sets))
     return EvalInputs(cases)

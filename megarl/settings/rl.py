@@ -304,11 +304,11 @@ def check_agent_prompts(config: RunConfig) -> None:
             f"{key}.source is '{source.source}', but the agent '{name}' plays the environment that"
             f" its prompts are of; set {key}.source to {name}:NAME",
         )
-    for place, prompts in sources(config) if config.environment.agent.is_used else ():
+    for prefix, prompts in sources(config) if config.environment.agent.is_used else ():
         require(
             prompts.template == "none" or not prompts.names_data,
-            f"{place}.template is '{prompts.template}', but the agent (environment.agent) sends"
-            f" its own messages, and the gateway renders them; set {place}.template to 'none'",
+            f"{prefix}.template is '{prompts.template}', but the agent (environment.agent) sends"
+            f" its own messages, and the gateway renders them; set {prefix}.template to 'none'",
         )
 
 
@@ -358,10 +358,10 @@ def check_answers(config: RunConfig) -> None:
             f" --{where}.answer_after=), or set another verifier",
         )
         built_in = " and ".join(environment.compares_answers)
-        for place, prompts in () if environment.may_score_itself else sources(config):
+        for key, prompts in () if environment.may_score_itself else sources(config):
             require(
                 prompts.answer_column or not built_in or (name and prompts.environment != name),
-                f"{place}.answer_column is empty, but the verifier {built_in} compares with the"
+                f"{key}.answer_column is empty, but the verifier {built_in} compares with the"
                 f" answer; set the column of the answers, or {where}.verifier to a function that"
                 " needs none",
             )
@@ -409,8 +409,8 @@ def check_early_stop(config: RunConfig) -> None:
     known = [*STEP_METRICS, *DISTILLATION_METRICS]
     known += [prefix + name for prefix in ("eval/", "eval_sampled/") for name in EVALUATION_METRICS]
     known += [
-        name.replace("critic/", f"{place}/")
-        for place in config.all_critics
+        name.replace("critic/", f"{critic}/")
+        for critic in config.all_critics
         for name in STEP_METRICS
         if name.startswith("critic/")
     ]
@@ -458,22 +458,22 @@ def check_best(config: Any) -> None:
     if not (best := config.training.checkpoint.best):
         return
     evaluation = config.evaluation
-    place = next(name for name in HELD_OUT if hasattr(evaluation, name))
-    is_rl, held_out = place == "prompts", getattr(evaluation, place)
+    key = next(name for name in HELD_OUT if hasattr(evaluation, name))
+    is_rl, held_out = key == "prompts", getattr(evaluation, key)
     kinds = ("eval/", "eval_sampled/") if is_rl and evaluation.sampled_too else ("eval/",)
-    known = [prefix + name for prefix in kinds for name in HELD_OUT[place]]
+    known = [prefix + name for prefix in kinds for name in HELD_OUT[key]]
     known += ["eval/kl"] if getattr(getattr(config, "loss", None), "method", "") == "kto" else []
-    metric, own = best.removeprefix("min:"), "|".join(kinds)
+    metric, prefixes = best.removeprefix("min:"), "|".join(kinds)
     close = difflib.get_close_matches(metric, known, n=1)
     require(
-        metric in known or (is_rl and re.match(f"({own})(environment|source)/.", metric)),
+        metric in known or (is_rl and re.match(f"({prefixes})(environment|source)/.", metric)),
         f"training.checkpoint.best is {best!r}, which no evaluation of this run has;"
         f" {f'did you mean {close[0]!r}? It' if close else 'it'} may be {', '.join(known)}"
         f"{', eval/environment/<name>' if is_rl else ''}, with min: before it for the lowest",
     )
     require(
         evaluation.every > 0 and (held_out.source or getattr(held_out, "sources", ())),
-        f"training.checkpoint.best is {best!r}, but evaluation.every or evaluation.{place}.source"
+        f"training.checkpoint.best is {best!r}, but evaluation.every or evaluation.{key}.source"
         " is not set, so that no checkpoint but the last is evaluated; set both, or leave it out",
     )
     require(
@@ -500,11 +500,11 @@ def check_reward_settings(config: RunConfig) -> None:
     no identifier.
     """
     environment, models = config.environment, config.reward_models
-    for place, named in (("reward_models", models), ("critics", config.critics)):
+    for key, named in (("reward_models", models), ("critics", config.critics)):
         wrong = [name for name in named if not name.isidentifier() or len(name) > 64]
         require(
             not wrong,
-            f"{place} has a model named {wrong}; set a name of at most 64 letters, digits and _",
+            f"{key} has a model named {wrong}; set a name of at most 64 letters, digits and _",
         )
     if models:
         require(

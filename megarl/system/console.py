@@ -104,8 +104,8 @@ def flush_streams() -> None:
 
 
 def _log(text: bytes) -> bool:
-    """Write to the log; False if that fails: a full disk ends a run by what it needs, not by its
-    log.
+    """Append to run.log, on descriptor 2 while diverted. Returns False on failure: a full disk
+    under the log alone must not end a run.
     """
     try:
         os.write(2, text)

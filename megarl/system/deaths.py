@@ -40,19 +40,19 @@ def why_dead(error: BaseException) -> str:
         return (str(error).splitlines() or [repr(error)])[0]
     address, used, total = node[1], float(node[2]), node[3]
     is_here = address == ray.util.get_node_ip_address()
-    users, own = list[str](), 0.0
+    users, run_gib = list[str](), 0.0
     for pid, gib, command in PROCESS.findall(str(error)):  # the largest first
         whose = _whose(int(pid)) if is_here else "not visible from here"
-        own += float(gib) if whose == OWN else 0.0
+        run_gib += float(gib) if whose == OWN else 0.0
         users.append(f"{command[:LONGEST_NAME]} (process {pid}, {float(gib):.1f} GiB, {whose})")
     limit = THRESHOLD.search(str(error))
     at = f", limit {int(limit[1]) / 2**30:.1f}" if limit else ""
     fix = "lower rollout.engine.kv_cache_gib or rollout.num_engines"
-    if own < used / 2:
+    if run_gib < used / 2:
         fix = f"end other programs there, or {fix}"
     return (
         f"Ray ended it as the memory of {address} was full: {used:.1f} of {total} GiB used{at}; the"
-        f" largest: {', '.join(users[:NAMED])}; this run's part is {own:.1f} GiB: {fix}"
+        f" largest: {', '.join(users[:NAMED])}; this run's part is {run_gib:.1f} GiB: {fix}"
     )
 
 

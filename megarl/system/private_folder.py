@@ -165,5 +165,5 @@ def marked_processes(mark: str) -> list[int]:
             is_marked = f"{process.environ().get(MARK)}/".startswith(f"{mark}/")
             if is_marked and process.status() != psutil.STATUS_ZOMBIE:
                 pids |= {process.pid, *(child.pid for child in process.children(recursive=True))}
-    own = psutil.Process()
-    return sorted(pids - {own.pid, *(parent.pid for parent in own.parents())})
+    current = psutil.Process()
+    return sorted(pids - {current.pid, *(parent.pid for parent in current.parents())})

@@ -172,10 +172,10 @@ class TraceWriter:
     def __init__(self, recording: Recording, process: str) -> None:
         """Raises `OSError`."""
         self.recording, self.process = recording, process
-        folder, own = Path(recording.folder), os.getpid()
-        about = {"name": process, "host": os.uname().nodename, "pid": own}
-        about |= {"started": start_of(own), "machine": machine(), "run": recording.run}
-        self._head = {"name": "process_name", "ph": "M", "ts": micros(), "args": about}
+        folder, pid = Path(recording.folder), os.getpid()
+        labels = {"name": process, "host": os.uname().nodename, "pid": pid}
+        labels |= {"started": start_of(pid), "machine": machine(), "run": recording.run}
+        self._head = {"name": "process_name", "ph": "M", "ts": micros(), "args": labels}
         self._number, self._step = zlib.crc32(json.dumps(self._head).encode()), Event()
         self._open, self._ids, self._lock = list[Span](), itertools.count(1), threading.RLock()
         faulthandler.register(SIGNAL, (folder / STACKS / f"{process}.txt").open("w"))

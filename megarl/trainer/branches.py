@@ -99,8 +99,8 @@ def _joined(
     children: dict[int, list[int]] = {ABOVE: [], NONE: []} | {
         piece: [] for piece in range(len(cuts))
     }
-    for piece, cut in enumerate(cuts):
-        link = links.get(cut, cut - 1)
+    for piece, node in enumerate(cuts):
+        link = links.get(node, node - 1)
         children[bisect_right(cuts, link) - 1 if link >= 0 else link].append(piece)
     ends, parts = [*cuts[1:], len(places)], list[BranchPart]()
     leaves = [0] * len(cuts)  # of the tree behind each piece
@@ -114,7 +114,7 @@ def _joined(
         while piece is not None:
             nodes.append(np.arange(cuts[piece], ends[piece]))
             end += ends[piece] - cuts[piece]
-            following = max(children[piece], key=lambda one: leaves[one], default=None)
+            following = max(children[piece], key=lambda branch: leaves[branch], default=None)
             aside += [(child, len(parts), end) for child in children[piece] if child != following]
             piece = following
         waiting += reversed(aside)

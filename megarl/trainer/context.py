@@ -49,7 +49,7 @@ from megarl.system.host_memory import keep_freed_memory
 from megarl.system.spans import Recording
 from megarl.trainer.attention import attention_line
 from megarl.trainer.loading import generation_config
-from megarl.trainer.precision import refuse_different, slow_line
+from megarl.trainer.precision import refuse_different, slow_precision_warning
 from megarl.trainer.role_placement import RolePlace, reference_adapter, role_training
 from megarl.trainer.threads import trainer_threads
 from megarl.trainer.weights import base_digest
@@ -292,14 +292,14 @@ class RunContext:
         recipe, config, done = self.folder / "recipe.yaml", self.config, self._steps_done()
         if done is not None and done >= config.steps and recipe.exists():
             return
-        changed, foreign = other_settings(recipe, config) if done is not None else ([], [])
+        changed, unknown = changed_settings(recipe, config) if done is not None else ([], [])
         if changed:
             console.say(f"the run goes on with other settings: {', '.join(changed)}")
             if isinstance(config, RunConfig) and config.algorithm.kl.target is not None:
                 console.say("algorithm.kl.coefficient goes on as the checkpoint has it")
-        if foreign:
+        if unknown:
             console.say(
-                f"{recipe} has settings that this run goes on without: {', '.join(foreign)}"
+                f"{recipe} has settings that this run goes on without: {', '.join(unknown)}"
                 " (this version of megarl does not have them)"
             )
         recipe.write_text(dump(config))
@@ -384,7 +384,7 @@ def open_context(config: AnyConfig, inputs: RunInputs) -> Iterator[RunContext]:
             console.say(f"run folder {run.folder}; what libraries print is in its {console.LOG}")
             if recording := run.recording:
                 recording.make(keep=inputs.resume_from is not None)
-            if device.type == "cpu" and (slow := slow_line(training.precision)):
+            if device.type == "cpu" and (slow := slow_precision_warning(training.precision)):
                 console.say(slow)
             if device.type == "cuda" and training.attention == "auto":
                 console.say(attention_line(training.dtype, device, head_width(inputs.hf)))
@@ -401,7 +401,7 @@ OF_THE_CHECKPOINT = ("folder", "resume", "training.lora.adapter")
 """Settings that count for a new run only."""
 
 
-def other_settings(recipe: Path, config: AnyConfig) -> tuple[list[str], list[str]]:
+def changed_settings(recipe: Path, config: AnyConfig) -> tuple[list[str], list[str]]:
     """What differs between `config` and recipe.yaml of the run folder: (changes, each as
     "section.key (old -> new)"; dotted names of settings that only the file has). A setting that the
     file lacks had its default. Both are empty for a file that cannot be read.
@@ -410,13 +410,13 @@ def other_settings(recipe: Path, config: AnyConfig) -> tuple[list[str], list[str
         before = read_tree(recipe)
     except ValueError:
         return [], []
-    changed, foreign = list[str](), list[str]()
+    changed, unknown = list[str](), list[str]()
     for name, old, new in _differences(before, config, ""):
         if new is _UNKNOWN:
-            foreign += [key for key, _ in leaves(old, name)]
+            unknown += [key for key, _ in leaves(old, name)]
         elif name not in OF_THE_CHECKPOINT:
             changed.append(f"{name} ({shortened(str(old))} -> {shortened(str(new))})")
-    return changed, foreign
+    return changed, unknown
 
 
 _UNKNOWN = object()

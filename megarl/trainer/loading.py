@@ -65,8 +65,8 @@ def empty_model(config: ModelConfig) -> PreTrainedModel:
     hf = without_dropout(load_model_config(config))
     refuse_unusual_experts(hf)
     fix = "set model.path to another model, or correct its config.json"
-    what = f"model type {hf.model_type} of {config.path!r} cannot be built"
-    with opening(what, fix=fix), torch.device("meta"):
+    failure = f"model type {hf.model_type} of {config.path!r} cannot be built"
+    with opening(failure, fix=fix), torch.device("meta"):
         try:
             # float32 whatever config.json says: buffers such as rotary frequencies are not rounded.
             model = AutoModelForCausalLM.from_config(
@@ -181,12 +181,12 @@ class Part:
     ) -> torch.Tensor:
         """This rank's part of a tensor, flat; a slice is padded with zeros to the longest."""
         owned, size = self.owned(name, shape), self.size(name, shape)
-        part, shapes = torch.zeros(size, dtype=dtype, device=device), dict(self.fused.get(name, ()))
+        flat, shapes = torch.zeros(size, dtype=dtype, device=device), dict(self.fused.get(name, ()))
         for piece in owned.pieces:
             box, whole = piece.box, matrix(shapes.get(piece.tensor, shape))
             tensor = weights.flat(piece.tensor).view(whole.rows, whole.columns)
-            piece.view(part).copy_(tensor[box.top : box.bottom, box.left : box.right])
-        return part
+            piece.view(flat).copy_(tensor[box.top : box.bottom, box.left : box.right])
+        return flat
 
 
 MakeParameter = Callable[[torch.Tensor, nn.Parameter, Axis], nn.Parameter]

@@ -54,11 +54,11 @@ def load_model_config(
     the setting to change, if it cannot be read or a number in it cannot be right. `setting`: the
     recipe's section, for messages.
     """
-    what, online, fix = f"{setting}.path {config.path!r}", True, FIX
+    model, online, fix = f"{setting}.path {config.path!r}", True, FIX
     if not read_model_folder(config.path, f"{setting}.path"):
         online = hub_state() == "online"
         fix = f"'{config.path}' is not on this machine {why_absent(config.path)}"
-    with opening(f"{what} cannot be loaded", fix=fix):
+    with opening(f"{model} cannot be loaded", fix=fix):
         hf = AutoConfig.from_pretrained(
             config.path, trust_remote_code=config.trust_remote_code, local_files_only=not online
         )
@@ -69,10 +69,10 @@ def load_model_config(
         refuse_unsupported(hf)
         require(
             problem != _problem_of_type(type(hf)),
-            f"model type {hf.model_type} of {what} is not supported ({problem}); choose another"
+            f"model type {hf.model_type} of {model} is not supported ({problem}); choose another"
             " model",
         )
-    require(not problem, f"config.json of {what}: {problem}; {FIX}")
+    require(not problem, f"config.json of {model}: {problem}; {FIX}")
     return hf
 
 

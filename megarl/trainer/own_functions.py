@@ -129,7 +129,7 @@ def try_advantage(
     ids = torch.tensor([n for n, _, _ in tokens], dtype=torch.int64)
     rewards, mask, ids = rewards.to(device), mask.to(device), ids.to(device)
     values = {name: torch.zeros_like(rewards) for name in critics}
-    step = TokenRewards(rewards, mask, ids, lambda part: part, critics=values)
+    step = TokenRewards(rewards, mask, ids, lambda tensor: tensor, critics=values)
     return trial.tensor(trial(step, algorithm), rewards, "[T], of each token")
 
 

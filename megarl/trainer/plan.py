@@ -82,7 +82,7 @@ def plan_training(
     """Raise `ValueError` if the policy cannot be trained, loaded or saved."""
     if isinstance(config, RunConfig):
         check_router_replay(config.algorithm, hf)
-    check_cut(config.training, config.model, hf, head)
+    check_trainable(config.training, config.model, hf, head)
     expert = config.training.layout.expert
     require(
         expert == 1 or num_experts(hf) > 0,
@@ -105,30 +105,30 @@ def check_router_replay(algorithm: AlgorithmConfig, hf: transformers.PretrainedC
     )
 
 
-def check_cut(
+def check_trainable(
     training: TrainingConfig,
     config: ModelConfig,
     hf: transformers.PretrainedConfig,
     head: HeadName = "logprobs",
 ) -> None:
-    """Raise `ValueError`, with the setting to change, if the model cannot be trained in this
-    layout, its attention cannot work on packed sequences, or this rank's device lacks a kernel,
-    optimizer or precision.
+    """Raise `ValueError`, naming the setting, if this layout, packed attention, or this rank's
+    device (kernels, optimizer, precision) cannot train the model. `hf`: its configuration.
     """
     tensor, ulysses = training.layout.tensor, training.sequence.ulysses
     is_autotp = training.tensor_backend == "autotp"
     refuse_tensor(hf, tensor)
     refuse_expert_layout(hf, training.layout.expert, tensor, is_autotp=is_autotp)
-    empty = empty_model(config)
-    refuse_head(empty)
-    prove_attention(empty)
+    meta_model = empty_model(config)
+    refuse_head(meta_model)
+    prove_attention(meta_model)
     if is_autotp:
-        refuse_autotp(empty, tensor)
-    # AutoTP cuts the same layers, and does not look at what else is in them.
-    shard_model(empty, Axis("tensor", tensor, 0, tuple(range(tensor)), None))
+        refuse_autotp(meta_model, tensor)
+    # Raises for layers that cannot be split. AutoTP splits the same ones, without such a check.
+    shard_model(meta_model, Axis("tensor", tensor, 0, tuple(range(tensor)), None))
     refuse_optimizer(training, local_device())
     check_precision(training, local_device())
-    refuse_kernels(training, hf, empty, head)
+    refuse_kernels(training, hf, meta_model, head)
+    # Ulysses deals a tensor rank's heads out to its sequence ranks.
     heads = {
         "num_attention_heads": hf.get_text_config().num_attention_heads // tensor,
         "num_key_value_heads": max(1, kv_heads(hf) // tensor),
@@ -145,14 +145,14 @@ def check_cut(
 def refuse_kernels(
     training: TrainingConfig,
     hf: transformers.PretrainedConfig,
-    empty: torch.nn.Module,
+    meta_model: torch.nn.Module,
     head: HeadName = "logprobs",
 ) -> None:
     """Raise `ValueError` if a configured kernel cannot run on this rank's device or with this
-    model. `empty`: the model on the meta device; its layers are changed.
+    model. `meta_model`: the model on the meta device; its layers are changed.
     """
     if training.norms == "torch":
-        use_torch_norms(empty)
+        use_torch_norms(meta_model)
     device, width = local_device(), head_width(hf)
     on_gpu, has_triton = device.type == "cuda", importlib.util.find_spec("triton") is not None
     block, is_flash = training.sequence.block, training.sequence.block == "flash"
@@ -187,7 +187,7 @@ def refuse_kernels(
         _refuse_lacking("training.elementwise is 'triton'", needs, "it to 'model'")
         from megarl.trainer.elementwise import use_triton_elementwise  # needs triton
 
-        use_triton_elementwise(empty)
+        use_triton_elementwise(meta_model)
     grouped = training.grouped
     needs = {
         "a GPU": on_gpu or grouped in ("auto", "loop"),
@@ -262,12 +262,12 @@ def plan_role(
         )
     training = role_training(config, name)
     if role_place != policy:
-        cut = LayoutConfig(**vars(role_place.layout))
-        training = replace(training, layout=cut, sequence=replace(training.sequence, ulysses=1))
+        layout = LayoutConfig(**vars(role_place.layout))
+        training = replace(training, layout=layout, sequence=replace(training.sequence, ulysses=1))
     elif not role.model.path and head != "value":
         return policy
     try:
-        check_cut(training, role.model if role.model.path else config.model, theirs, head)
+        check_trainable(training, role.model if role.model.path else config.model, theirs, head)
     except ValueError as error:
         text = str(error).replace("training.layout", f"{name}.layout")
         raise ValueError(text.replace("training.optimizer", f"{name}.optimizer")) from None
@@ -321,9 +321,9 @@ def refuse_other_tokenizer(name: str, policy: ModelConfig, model: ModelConfig) -
     )
     known = policy_tokenizer.get_vocab()
     # A reward model may have got a padding token of its own, which no policy writes.
-    own = {word: id for word, id in theirs.get_vocab().items() if word != theirs.pad_token}
+    vocab = {word: id for word, id in theirs.get_vocab().items() if word != theirs.pad_token}
     require(
-        known in (own, theirs.get_vocab()),
+        known in (vocab, theirs.get_vocab()),
         f"{name}.model.path {model.path!r} has another tokenizer than model.path, but it reads the"
         f" policy's tokens; set a {name} of the same family",
     )
@@ -357,13 +357,13 @@ def check_export(
     does.
     """
     fix = "correct its files, or choose another model: each checkpoint needs it"
-    for name, what, setting in (
+    for name, saved, setting in (
         (config.path, hf, "the config of model.path"),
         (config.tokenizer or config.path, tokenizer, "the tokenizer of model.path"),
     ):
         problem = f"{setting} {name!r} can be read but not saved again"
         with tempfile.TemporaryDirectory() as folder, opening(problem, fix=fix):
-            what.save_pretrained(folder)
+            saved.save_pretrained(folder)
 
 
 def stop_tokens(

@@ -53,7 +53,7 @@ def refuse_different(chosen: Sequence[str]) -> None:
         )
 
 
-def slow_line(precision: str) -> str:
+def slow_precision_warning(precision: str) -> str:
     """A warning of one line if `precision` is no faster than float32 on this processor; else ""."""
     if precision == "bfloat16x2" and not torch.cpu._is_amx_tile_supported():
         return (

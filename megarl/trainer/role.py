@@ -85,10 +85,10 @@ class Role:
             total_steps=optimizer_steps or 0,
             trains=optimizer_steps is not None,
         )
-        if broken := self.engine.broken_weight():
-            source = training.lora.adapter if "lora_" in broken else ""
+        if weight := self.engine.broken_weight():
+            source = training.lora.adapter if "lora_" in weight else ""
             raise UserError(
-                f"the weight {broken} of the {name} has a value that is not finite; fetch"
+                f"the weight {weight} of the {name} has a value that is not finite; fetch"
                 f" {source or model.path} again, or choose another"
             )
         self._prove_attention()

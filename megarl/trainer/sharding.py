@@ -130,22 +130,22 @@ def shard_model(model: PreTrainedModel, axis: Axis) -> dict[str, Shard]:
             if style in LINEAR_STYLES:
                 _refuse_other(name, layer, nn.Linear)
             setattr(parent, child, STYLES[style](work, name, layer, parent))
-        for own, vector in list(parent.named_parameters(recurse=False)):
-            name = f"{owner}.{own}"
+        for leaf, vector in list(parent.named_parameters(recurse=False)):
+            name = f"{owner}.{leaf}"
             if plan.get(pattern(name)) == "colwise" and vector.dim() == 1:  # one number for a head
-                setattr(parent, own, work.cut(name, vector, 0))
+                setattr(parent, leaf, work.cut(name, vector, 0))
     _refuse_forgotten(work, plan)
     _cut_words(model, work)
     return work.shards
 
 
-def _refuse_other(name: str, layer: nn.Module | None, wanted: type[nn.Module]) -> None:
-    """Raise `ValueError` unless the layer is exactly of class `wanted`: a subclass may compute
+def _refuse_other(name: str, layer: nn.Module | None, expected: type[nn.Module]) -> None:
+    """Raise `ValueError` unless the layer is exactly of class `expected`: a subclass may compute
     something else.
     """
-    if type(layer) is not wanted:
+    if type(layer) is not expected:
         raise ValueError(
-            f"{name} is a {type(layer).__name__}, and only a plain {wanted.__name__} can be cut;"
+            f"{name} is a {type(layer).__name__}, and only a plain {expected.__name__} can be cut;"
             " set training.layout.tensor to 1"
         )
 
@@ -160,7 +160,7 @@ def _refuse_forgotten(work: _Work, plan: Mapping[str, str]) -> None:
                 continue
             name = f"{owner}.{path}" if path else owner
             owned = [name for name, _ in layer.named_parameters(recurse=False)]
-            owned = [own for own in owned if f"{name}.{own}" not in work.shards]
+            owned = [leaf for leaf in owned if f"{name}.{leaf}" not in work.shards]
             if owned and pattern(name) not in plan:
                 raise ValueError(
                     f"the model's tp_plan cuts layers of {owner}, but does not say what becomes of"
@@ -187,9 +187,9 @@ def _cut_words(model: PreTrainedModel, work: _Work) -> None:
     head.weight = words if tied else work.cut(_name(model, head), head.weight, 0)
 
 
-def _name(model: nn.Module, wanted: nn.Module | None) -> str:
-    """Name of the weight of module `wanted` in `model`."""
-    return next(f"{name}.weight" for name, module in model.named_modules() if module is wanted)
+def _name(model: nn.Module, layer: nn.Module | None) -> str:
+    """Name of the weight of module `layer` in `model`."""
+    return next(f"{name}.weight" for name, module in model.named_modules() if module is layer)
 
 
 def head_shard(model: PreTrainedModel, shards: Mapping[str, Shard]) -> Shard | None:

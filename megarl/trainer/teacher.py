@@ -58,8 +58,8 @@ class Teacher:
         self._column = []
         if self.transfer.is_shared:
             return
-        own, role = self.transfer.send(batch, packed), self.transfer.role
-        column = [] if role is None or own is None else role.score(own.batch, own.packed)
+        sent, role = self.transfer.send(batch, packed), self.transfer.role
+        column = [] if role is None or sent is None else role.score(sent.batch, sent.packed)
         self._column = self.transfer.to_policy(column, width=(self.width,), dtype=self.dtype)
 
     def soft_targets(self, number: int, micro: MicroBatch) -> SoftTargets:

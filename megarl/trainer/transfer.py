@@ -131,8 +131,8 @@ class BatchTransfer:
         if self.is_shared:
             assert batch is not None
             # Experts are the policy's.
-            own = [[replace(micro, experts=None) for micro in rows] for rows in packed]
-            return RoleBatch(batch, own)
+            micros = [[replace(micro, experts=None) for micro in rows] for rows in packed]
+            return RoleBatch(batch, micros)
         parts = batch.samples if batch is not None else []
         plan = self._plan = self._describe(parts)
         tokens = [torch.from_numpy(samples.token_ids) for samples in parts]
@@ -200,9 +200,9 @@ class BatchTransfer:
             return column
         plan = self._plan
         assert plan is not None, "no batch was sent"
-        own, deadline_s = plan.split(self._here, column), self.everyone.timeout_s
+        parts, deadline_s = plan.split(self._here, column), self.everyone.timeout_s
         with activity("scores", kind="wait", of=self.mesh.ranks, deadline_s=deadline_s):
-            values_of = plan.back.move(own, dtype, self.device, width)
+            values_of = plan.back.move(parts, dtype, self.device, width)
         nothing = torch.zeros(0, *width, dtype=dtype, device=self.device)
         return [torch.cat([nothing, *(values_of[n] for n in numbers)]) for numbers in plan.order]
 
@@ -221,8 +221,8 @@ class BatchTransfer:
             for n, (name, length, tokens, prompt, computed) in enumerate(rows):
                 branches = tuple((first, last) for first, last in samples.branches_of(n).tolist())
                 facts_here.append(_Fact(name, length, tokens, prompt, computed, branches, index))
-        own = self._beginnings(parts)
-        reports = gather_objects((facts_here, bool(own)), self.everyone)
+        beginnings = self._beginnings(parts)
+        reports = gather_objects((facts_here, bool(beginnings)), self.everyone)
         facts: dict[int, _Fact] = {}
         holders: dict[int, list[int]] = {}
         leading: dict[int, np.ndarray] = {}
@@ -232,7 +232,7 @@ class BatchTransfer:
                 holders.setdefault(fact.name, []).append(rank)
             if has_beginnings:
                 # One rank after the other: a gather needs the memory of the longest for each rank.
-                for tokens, names in broadcast_object(own, self.everyone, rank):
+                for tokens, names in broadcast_object(beginnings, self.everyone, rank):
                     leading |= dict.fromkeys(names, tokens)
         chain_of = dict(zip(leading, chains(list(leading.values())), strict=True))
         ordered = [facts[name] for name in sorted(facts)]

@@ -97,7 +97,9 @@ def _bare(name: str) -> str:
 
 
 def _gradient(parameter: Any) -> torch.Tensor | None:
-    """This rank's part of a gradient, summed over ranks, after the last backward pass of a step."""
+    """This rank's part of the gradient, summed over ranks; None if frozen. Valid from a step's last
+    backward pass to its optimizer step.
+    """
     if not parameter.requires_grad:
         return None
     if hasattr(parameter, "ds_id"):  # ZeRO 3
@@ -141,8 +143,8 @@ def first_broken(
             numbers.append(number)
     first = len(names)
     if sizes:
-        broken = (~torch.isfinite(torch.stack(sizes))).nonzero()
-        first = numbers[int(broken[0])] if len(broken) else first
+        nonfinite = (~torch.isfinite(torch.stack(sizes))).nonzero()
+        first = numbers[int(nonfinite[0])] if len(nonfinite) else first
     first = -int(all_reduce_max(torch.tensor([-first], device=device), axis))
     return names[first] if first < len(names) else ""
 
@@ -361,7 +363,7 @@ class TrainEngine:
         }
         for tensor, (name, start, end) in self._fused_spans.items():
             owned[tensor] = owned[name][start:end]
-        owned = {name: part for name, part in owned.items() if name not in self.module.fused}
+        owned = {name: shard for name, shard in owned.items() if name not in self.module.fused}
         for name, buffer in kept_buffers(self.module.model).items():
             axis, size = self.mesh.gradient, buffer.numel()
             length = -(-size // axis.size) if self.config.zero_stage == 3 else size
@@ -456,10 +458,10 @@ class TrainEngine:
         """Add this rank's optimizer state and master weights to `files`, as rank_NNNNN.safetensors
         of `folder`. Collective.
         """
-        about: dict[str, Any] = {"steps_done": self.steps_done}
+        header: dict[str, Any] = {"steps_done": self.steps_done}
         if self.loss_scale is not None:
-            about["loss_scale"] = self.loss_scale.state()
-        self._state.write(folder, files, about)
+            header["loss_scale"] = self.loss_scale.state()
+        self._state.write(folder, files, header)
 
     def load(self, folder: Path) -> None:
         """Restore weights, optimizer state and `steps_done` from `folder`, written under any layout
@@ -467,10 +469,10 @@ class TrainEngine:
         Collective.
         """
         self._view.use()
-        about = self._state.read(folder)
-        self.steps_done = about["steps_done"]
+        header = self._state.read(folder)
+        self.steps_done = header["steps_done"]
         if self.loss_scale is not None:
-            self.loss_scale.restore(about["loss_scale"])
+            self.loss_scale.restore(header["loss_scale"])
 
     @property
     def _state(self) -> TrainState:

@@ -60,9 +60,9 @@ class TrainState:
         self._optimizer, self._module, self._mesh, self._stage = optimizer, module, mesh, stage
         self._inner: Any = getattr(optimizer, "optimizer", optimizer)  # under ZeRO it is wrapped
 
-    def write(self, folder: Path, files: RankFiles, about: Mapping[str, Any]) -> None:
+    def write(self, folder: Path, files: RankFiles, header: Mapping[str, Any]) -> None:
         """Add this rank's file to `files`; without ZeRO, most data-parallel ranks have none.
-        `about`: values of JSON's types for the header, which `read` returns.
+        `header`: values of JSON's types for the header, which `read` returns.
         """
         tensors, boxes, numbers = dict[str, torch.Tensor](), {}, {}
         shapes = self._shapes()
@@ -82,8 +82,8 @@ class TrainState:
         if self._stage == 0 and not tensors:
             return
         group = self._inner.param_groups[0] if self._inner.param_groups else {}
-        about = {**about, "boxes": boxes, "numbers": numbers, "step": group.get("step")}
-        about["shapes"] = {name: shapes[name] for name in boxes}
+        header = {**header, "boxes": boxes, "numbers": numbers, "step": group.get("step")}
+        header["shapes"] = {name: shapes[name] for name in boxes}
         if self._mesh.rank == 0:
             buffers = kept_buffers(self._module.model)
             tensors |= {f"{BUFFER}/{name}": value.view(-1) for name, value in buffers.items()}
@@ -91,7 +91,7 @@ class TrainState:
         output, dtypes = Output(Path(), Owned([], sizes), {}), dict.fromkeys(sizes, torch.float32)
         folder.mkdir(parents=True, exist_ok=True)
         file = files.create(folder / f"rank_{self._mesh.rank:05d}.safetensors")
-        file.write(safetensors_header(output, dtypes, {"about": json.dumps(about)}))
+        file.write(safetensors_header(output, dtypes, {"about": json.dumps(header)}))
         for name in output.order(dtypes):
             if tensors[name].dtype != torch.float32:
                 raise RuntimeError(f"{name} is {tensors[name].dtype}, not float32")
@@ -105,7 +105,7 @@ class TrainState:
         files = [Store([path]) for path in sorted(folder.glob("rank_*.safetensors"))]
         headers = [json.loads(file.metadata["about"]) for file in files]
         self._refuse_other(folder, headers)
-        sources, own = [], Owned()
+        sources, owned = [], Owned()
         for header in headers:
             sources.append(Owned())
             for name, boxes in header["boxes"].items():
@@ -115,14 +115,14 @@ class TrainState:
         for name, share, boxes in self._own():
             parts[name] = share
             for box in boxes:
-                own.add(name, box, name)
+                owned.add(name, box, name)
         slots = dict.fromkeys(key.partition("/")[0] for file in files for key in file.shapes)
         slots.pop(BUFFER, None)
         for name, buffer in kept_buffers(self._module.model).items():
             if f"{BUFFER}/{name}" in files[0].shapes:
                 buffer.view(-1).copy_(files[0].flat(f"{BUFFER}/{name}"))
         views = {slot: self._views(slot, parts) for slot in slots}
-        for copy in make_plan(sources, [own]).copies:
+        for copy in make_plan(sources, [owned]).copies:
             name = copy.taken.buffer
             for slot, tensors_of in views.items():
                 if f"{slot}/{name}" not in files[copy.source].shapes:

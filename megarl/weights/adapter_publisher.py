@@ -39,9 +39,9 @@ class AdapterPublisher(Publication[SendsAdapters]):
         files = self.policy.adapter_files()
         return "", [], lambda engines: self._send(engines, version, files)
 
-    def _further_check(self, version: int, own: list[float]) -> FurtherCheck:
+    def _further_check(self, version: int, expected: list[float]) -> FurtherCheck:
         with self.policy.adapters_off():
-            trainer = Effect(own, self.policy.logprobs(self._probe.samples).float().tolist())
+            trainer = Effect(expected, self.policy.logprobs(self._probe.samples).float().tolist())
 
         def check(engines: Engines, scores: Sequence[Sequence[float]]) -> dict[str, float]:
             base = engines.score(

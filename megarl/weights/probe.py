@@ -143,13 +143,13 @@ class Probe:
         the base model's rounding. Raises `RuntimeError` where an engine computes without adapters,
         or with others.
         """
-        own, worst = trainer.change, 0.0
-        size = _mean_size(own)
+        expected, worst = trainer.change, 0.0
+        size = _mean_size(expected)
         eps = max(torch.finfo(getattr(torch, dtype)).eps for dtype in self.dtypes)
         share = max(SHARES[name] for name in self.dtypes)
         for number, engine in zip(numbers, engines, strict=True):
             change = engine.change
-            gap = _mean_size([a - b for a, b in zip(change, own, strict=True)])
+            gap = _mean_size([a - b for a, b in zip(change, expected, strict=True)])
             base = _mean_size([a - b for a, b in zip(trainer.base, engine.base, strict=True)])
             worst = max(worst, gap)
             message = (

@@ -270,12 +270,12 @@ class Publication(ABC, Generic[Model]):
         return failure, lost, metrics
 
     def _check_probe(
-        self, engines: Engines, version: int, own: list[float], further: FurtherCheck | None
+        self, engines: Engines, version: int, expected: list[float], further: FurtherCheck | None
     ) -> dict[str, float]:
         with activity(f"probe of weights {version}", kind="publish", of="engines"):
             scores = engines.score(self._probe.token_ids, timeout_s=self.config.timeout_s)
             worst = self._probe.compare(
-                own, scores, version=version, layouts=self._layouts, numbers=self.members
+                expected, scores, version=version, layouts=self._layouts, numbers=self.members
             )
             metrics = further(engines, scores) if further is not None else {}
             return metrics | {"probe/max_abs": worst}
@@ -292,8 +292,8 @@ class Publication(ABC, Generic[Model]):
     def _resize(self, count: int) -> None:
         """Prepare to send to `count` engines. Collective."""
 
-    def _further_check(self, version: int, own: list[float]) -> FurtherCheck | None:
-        """What else to check if the probe's log-probs agree with the trainer's, `own`.
+    def _further_check(self, version: int, expected: list[float]) -> FurtherCheck | None:
+        """What else to check if the probe's log-probs agree with the trainer's, `expected`.
         Collective.
         """
         return None

@@ -105,7 +105,7 @@ class Publisher(Publication[SendsWeights]):
             failure = self._explain(error, version)
         world = self.mesh.world
         if failures := list(filter(None, gather_objects(failure, world))):
-            _, problem, lost = min(failures, key=lambda one: one[0])
+            _, problem, lost = min(failures, key=lambda cause: cause[0])
             return problem, lost, lambda engines: {}
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
         sums = all_reduce(digests.to(device), world).cpu()  # modulo 2^64
@@ -134,33 +134,36 @@ class Publisher(Publication[SendsWeights]):
         return 0, f"{doing} on rank {self.mesh.world.rank}: {str(error) or repr(error)}", []
 
     def _send(self, version: int, digests: torch.Tensor) -> list[list[dict[str, Any]]]:
-        """Send this rank's part of a version. Fills `digests` [destinations, tensors] int64;
-        returns on rank 0 the status of every [engine][rank].
+        """Write this rank's weights into each bucket for the transport. Fills `digests`
+        [destinations, tensors] int64; returns on rank 0 the status dict of every [engine][rank].
         """
         sender, route, timeout_s = self._sender, self.route, self.config.timeout_s
         update: Update | None = None
-        sums: dict[tuple[int, int], Digest] = {}
+        sent: dict[tuple[int, int], Digest] = {}
         self._unsettled = []
-        if self.mesh.world.rank > 0:
+        if self.mesh.world.rank > 0:  # rank 0 has begun in _prepare
             sender.begin(self._number)
         try:
             sources = self.policy.owned()
             if self.engines is not None:
                 self._connect()
+                # returns at once: engines receive meanwhile
                 update = self.engines.update(version, timeout_s=timeout_s)
             deadline = time.monotonic() + timeout_s
             watch = self._watch(deadline, update)
             for bucket in route.buckets:
+                # (copy, source view, target view, box); carried copies them and yields digests
                 regions = (
                     (copy, copy.taken.view(sources[copy.taken.buffer]), target, copy.taken.box)
                     for copy, target in sender.reserve(bucket, watch)
                 )
-                for copy, value in carried(regions):
+                for copy, digest in carried(regions):
                     key = copy.destination, self._tensor_index[copy.tensor]
-                    sums[key] = sums.get(key, 0) + value
+                    # digests of a tensor's regions add up
+                    sent[key] = sent.get(key, 0) + digest
                 sender.commit(bucket, watch)
-            for key, value in sums.items():
-                digests[key] = signed(value)
+            for key, digest in sent.items():
+                digests[key] = signed(digest)
             if update is None:
                 return []
             return update.result(timeout_s=max(0.0, deadline - time.monotonic()))

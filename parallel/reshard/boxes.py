@@ -104,26 +104,26 @@ class Owned:
         self.sizes[buffer] = offset + box.area
 
     def slice(self, cuts: Mapping[str, tuple[int, int]]) -> Owned:
-        """What a rank keeps under ZeRO 3. `cuts`: {buffer: (part, parts)}: it has part number
-        `part` of ceil(size / parts) elements, fewer at the end, where DeepSpeed's padding is left
+        """What a rank keeps under ZeRO 3. `cuts`: {buffer: (number, parts)}: it has part
+        `number` of ceil(size / parts) elements, fewer at the end, where DeepSpeed's padding is left
         out.
         """
-        cut, lengths, firsts = Owned(), dict[str, int](), dict[str, int]()
+        sliced, lengths, firsts = Owned(), dict[str, int](), dict[str, int]()
         for buffer, size in self.sizes.items():
-            part, parts = cuts[buffer]
+            number, parts = cuts[buffer]
             lengths[buffer] = -(-size // parts)
-            firsts[buffer] = part * lengths[buffer]
-            cut.sizes[buffer] = max(0, min(size - firsts[buffer], lengths[buffer]))
+            firsts[buffer] = number * lengths[buffer]
+            sliced.sizes[buffer] = max(0, min(size - firsts[buffer], lengths[buffer]))
         for piece in self.pieces:
             length, first = lengths[piece.buffer], firsts[piece.buffer]
             begin = first - piece.offset
             for box, start in flat_boxes(piece.box, begin, begin + length):
-                cut.pieces.append(
+                sliced.pieces.append(
                     Piece(
                         piece.tensor, box, piece.buffer, start + piece.offset - first, piece.stride
                     )
                 )
-        return cut
+        return sliced
 
 
 def flat_boxes(box: Box, start: int, stop: int) -> list[tuple[Box, int]]:

@@ -182,10 +182,10 @@ def needed(
     # Engines need the same boxes; the regions of each are computed once.
     regions: dict[tuple[str, Box, int | None], list[Region]] = {}
     for rank, owned in enumerate(destinations):
-        broken, peer = fills(owned), local.get(rank)
-        if broken:
+        unfilled, peer = fills(owned), local.get(rank)
+        if unfilled:
             raise ValueError(
-                f"the pieces of {broken} on destination rank {rank} do not fill it exactly once"
+                f"the pieces of {unfilled} on destination rank {rank} do not fill it exactly once"
             )
         for piece in owned.pieces:
             if piece.tensor == ZEROS:

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megarl.apps.tune.pairs import pair_batch
 from megarl.apps.tune.preference import PreferenceStep
 from megarl.apps.tune.sft import sft_step, to_sample
-from megarl.checkpoints.export import WeightExport, write_description
+from megarl.checkpoints.export import WeightExport, write_configs_and_tokenizer
 from megarl.checkpoints.rank_files import RankFiles
 from megarl.data.tokenizer import load_tokenizer
 from megarl.parallel import mesh as mesh_module
@@ -376,7 +376,7 @@ def saved(role: Any, mesh: Any, folder: Path, samples: Any) -> dict[str, Any]:
     export = WeightExport(owned, role.shapes, next(model.parameters()).dtype)
     export.write(target, role.owned(), mesh.world, files)
     files.finish()
-    write_description(target, model, load_tokenizer(model.name_or_path))
+    write_configs_and_tokenizer(target, model, load_tokenizer(model.name_or_path))
     stored = load_file(target / "model.safetensors")
     trained = {n: tensor.clone() for n, tensor in role.engine.weights() if not is_adapter(n)}
     merge(trained, role.engine.whole_adapters())

@@ -168,7 +168,7 @@ def processes(title):
 if __name__ == "__main__":
     with Cluster(namespace="test", token=own_cluster_token()) as cluster:
         engine = ray.remote(Engine).options(num_cpus=0, max_concurrency=100).remote()
-        starts = EngineStarts((), {"load": False}, 600.0, 600.0, first=[engine])
+        starts = EngineStarts((), {"load": False}, 600.0, 600.0, actors=[engine])
         service = cluster.start_service(lambda: arguments(starts))
         cluster.wait_for_service(60)
         engines = EngineClient(service, starts)

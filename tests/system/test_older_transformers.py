@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from support.tiny import write_model
 
-from megarl.checkpoints.export import write_description
+from megarl.checkpoints.export import write_configs_and_tokenizer
 from megarl.data.tokenizer import load_tokenizer
 from megarl.settings.training import ModelConfig
 from megarl.trainer.loading import load_model
@@ -68,7 +68,7 @@ def export(source: Path, out: Path) -> None:
     config = ModelConfig(path=str(source))
     model: Any = load_model(config, dtype=torch.float32, seed=0).eval()
     model.set_attn_implementation("eager")  # the trainer's own takes packed tokens
-    write_description(out, model, load_tokenizer(str(source)))
+    write_configs_and_tokenizer(out, model, load_tokenizer(str(source)))
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)

@@ -17,7 +17,7 @@ from megarl.observe.observer import EVALUATIONS
 from megarl.settings.config import RunConfig, dump
 from megarl.settings.schema import Config
 from megarl.settings.training import ModelConfig, OptimizerConfig, TrainingConfig
-from megarl.trainer.context import other_settings, rounding_line, steps_until_half_change
+from megarl.trainer.context import changed_settings, rounding_line, steps_until_half_change
 
 
 def learning(rate: float) -> TrainingConfig:
@@ -119,10 +119,10 @@ CHANGES: dict[str, tuple[Config, Config, list[str]]] = {
 def test_settings_that_changed_are_listed(case: str, tmp_path: Path) -> None:
     before, now, said = CHANGES[case]
     file = tmp_path / "recipe.yaml"
-    assert other_settings(file, now) == ([], []), "no file, nothing to say"
+    assert changed_settings(file, now) == ([], []), "no file, nothing to say"
     file.write_text(dump(before))
-    assert other_settings(file, before) == ([], [])
-    changed, foreign = other_settings(file, now)
+    assert changed_settings(file, before) == ([], [])
+    changed, foreign = changed_settings(file, now)
     short = [re.sub(r"\{.*?(?=\)| ->)", "{...}", one) for one in changed]
     assert (sorted(short), foreign) == (said, [])
 
@@ -133,10 +133,10 @@ def test_settings_of_another_version_are_listed(tmp_path: Path) -> None:
     text = dump(config).replace("training:\n", "training:\n  colour: {kind: red}\n")
     file.write_text(text.replace("easy:\n", "easy:\n      colour: [1]\n"))
     unknown = ["environment.mixture.easy.colour", "training.colour.kind"]
-    changed, foreign = other_settings(file, config)
+    changed, foreign = changed_settings(file, config)
     assert (changed, sorted(foreign)) == ([], unknown)
     file.write_text("folder: run\ndemonstrations: {source: rows.jsonl}\nmodel: {path: model}\n")
-    assert other_settings(file, sft_config(steps=7)) == (["steps (100 -> 7)"], [])
+    assert changed_settings(file, sft_config(steps=7)) == (["steps (100 -> 7)"], [])
 
 
 def start(

@@ -11,7 +11,7 @@ import pytest
 from support.tiny import write_model
 from transformers import AutoConfig
 
-from megarl.checkpoints.export import with_older_keys, write_description
+from megarl.checkpoints.export import with_older_keys, write_configs_and_tokenizer
 from megarl.data.tokenizer import load_tokenizer
 from megarl.settings.training import ModelConfig
 from megarl.trainer.loading import empty_model
@@ -57,12 +57,12 @@ def test_a_tokenizers_files_are_carried_over_as_they_were(tmp_path: Path) -> Non
     tokenizer, model = load_tokenizer(str(source)), empty_model(ModelConfig(path=str(source)))
     for path in files:
         path.unlink()
-    write_description(out, model, tokenizer)
+    write_configs_and_tokenizer(out, model, tokenizer)
     own = ("config.json", "generation_config.json", "model.safetensors")
     for path, content in files.items():
         assert path.name in own or (out / path.relative_to(source)).read_bytes() == content
     tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
-    write_description(tmp_path / "changed", model, tokenizer)
+    write_configs_and_tokenizer(tmp_path / "changed", model, tokenizer)
     described = json.loads((tmp_path / "changed" / "tokenizer_config.json").read_text())
     assert described["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert load_tokenizer(str(tmp_path / "changed")).pad_token == "<|pad|>"
@@ -77,7 +77,7 @@ def test_what_only_transformers_5_can_read_is_named_for_older_ones(tmp_path: Pat
     (source / "config.json").write_text(json.dumps(config | {"architectures": None}))
     model = empty_model(ModelConfig(path=str(source), from_scratch=True))
     tokenizer = load_tokenizer(str(source))
-    write_description(tmp_path / "out", model, tokenizer)
+    write_configs_and_tokenizer(tmp_path / "out", model, tokenizer)
     described = json.loads((tmp_path / "out" / file).read_text())
     assert described["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert described["additional_special_tokens"] == ["<|new|>"]

@@ -13,7 +13,7 @@ import torch
 
 from megarl.errors import UserError
 from megarl.parallel.mesh import Axis
-from megarl.run.evaluate import refuse_broken
+from megarl.run.evaluate import refuse_nonfinite
 from megarl.run.plan import algorithm_warning
 from megarl.settings.environments import EnvironmentConfig, OverlongConfig
 from megarl.settings.objectives import AlgorithmConfig
@@ -62,9 +62,9 @@ def test_the_probe_blames_who_computes_nan(
 
 
 def test_a_model_that_computes_nan_is_not_evaluated() -> None:
-    refuse_broken([[-1.0, -2.0]], "m")
+    refuse_nonfinite([[-1.0, -2.0]], "m")
     with pytest.raises(UserError, match=r"model.path 'm' gives log-probs that are not finite"):
-        refuse_broken([[-1.0], [NAN]], "m")
+        refuse_nonfinite([[-1.0], [NAN]], "m")
 
 
 def test_gspo_with_the_clip_of_a_token_is_warned_about() -> None:

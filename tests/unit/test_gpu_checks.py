@@ -26,7 +26,7 @@ from megarl.trainer.precision import (
     check_gpus,
     check_precision,
     refuse_different,
-    slow_line,
+    slow_precision_warning,
 )
 
 RECIPE = Path(__file__).resolve().parents[2] / "launch/recipes/quickstart.yaml"
@@ -92,7 +92,7 @@ def test_automatic_precision_of_a_processor(has_amx: bool, monkeypatch: pytest.M
     monkeypatch.setattr("megarl.trainer.precision.ONEDNN", print)
     chosen, why = automatic_precision(0, torch.device("cpu"))
     assert chosen == ("bfloat16x2" if has_amx else "float32") and "AMX" in why
-    assert bool(slow_line("bfloat16x2")) != has_amx
+    assert bool(slow_precision_warning("bfloat16x2")) != has_amx
 
 
 def test_ranks_on_unlike_machines_do_not_choose_apart() -> None:

@@ -15,7 +15,7 @@ from support.tiny import write_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megarl.api import Result
-from megarl.checkpoints.export import write_description
+from megarl.checkpoints.export import write_configs_and_tokenizer
 from megarl.checkpoints.listing import newest_first
 from megarl.checkpoints.manifest import damage, digest_files, seal, write_manifest
 from megarl.checkpoints.progress import (
@@ -358,12 +358,12 @@ def test_a_generation_config_is_carried_over_as_it_is(tmp_path: Path, content: s
     check_export(config, tokenizer, hf)
     model, kept = empty_model(config), generation_config(config)
     file.unlink()
-    write_description(out, model, tokenizer, kept)
+    write_configs_and_tokenizer(out, model, tokenizer, kept)
     assert (out / "generation_config.json").read_text() == content
     again = tmp_path / "again"
-    write_description(again, model, tokenizer, generation_config(config))
+    write_configs_and_tokenizer(again, model, tokenizer, generation_config(config))
     derived = json.loads((again / "generation_config.json").read_text())
     assert derived["eos_token_id"] == 1, "without a file, what the config says"
     use_score_head(model)
-    write_description(tmp_path / "judge", model, tokenizer, kept)
+    write_configs_and_tokenizer(tmp_path / "judge", model, tokenizer, kept)
     assert not (tmp_path / "judge" / "generation_config.json").exists()

@@ -173,7 +173,7 @@ def test_what_would_be_computed_wrongly_is_refused_at_start_up(tmp_path: Path, n
     """
     from megarl.settings.training import LayoutConfig, ModelConfig, TrainingConfig
     from megarl.trainer.attention import refuse_unsupported
-    from megarl.trainer.plan import check_cut
+    from megarl.trainer.plan import check_trainable
 
     config, tensor, says = REFUSED[name]
     config.save_pretrained(tmp_path)
@@ -181,7 +181,7 @@ def test_what_would_be_computed_wrongly_is_refused_at_start_up(tmp_path: Path, n
 
     def start_up() -> None:
         refuse_unsupported(config)
-        check_cut(training, ModelConfig(path=str(tmp_path)), config)
+        check_trainable(training, ModelConfig(path=str(tmp_path)), config)
 
     with pytest.raises(ValueError, match=says):
         start_up()

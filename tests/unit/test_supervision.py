@@ -298,9 +298,9 @@ class Actor:
 class Starts(EngineStarts):
     """Makes fake actors, as `make` says."""
 
-    def __call__(self, number: int) -> Actor:
-        self.first.append(self.arguments["make"]())
-        return self.first[-1]
+    def make_actor(self, number: int) -> Actor:
+        self.actors.append(self.arguments["make"]())
+        return self.actors[-1]
 
 
 class Run:
@@ -311,7 +311,7 @@ class Run:
         self.arguments: dict[str, Any] = {"make": Actor, "load": False, "adapter_rank": 0}
         settings = {"timeout_s": 5.0, "stall_s": 60.0} | settings
         self.arguments["load"] = settings.pop("load", False)
-        starts = Starts((), self.arguments, namespace=None, first=first, **settings)
+        starts = Starts((), self.arguments, namespace=None, actors=first, **settings)
         self.manager = EngineManager(
             starts, use=lambda number, _: self.used.append(number), fail=self.fail
         )

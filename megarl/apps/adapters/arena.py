@@ -66,9 +66,9 @@ class ArenaEpisode(Episode):
             return "", float(rewards[0]), True
 
     def _heard(self) -> str:
-        own = self._library.core.ObservationType.PLAYER_ACTION
+        action = self._library.core.ObservationType.PLAYER_ACTION
         _, messages = self._env.get_observation()
-        return "\n".join(text for _, text, kind in messages if kind is not own)
+        return "\n".join(text for _, text, kind in messages if kind is not action)
 
 
 def arena_rows(name: str, arguments: dict[str, Any], limit: int | None) -> list[dict[str, Any]]:

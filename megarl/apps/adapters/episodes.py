@@ -117,11 +117,11 @@ def rows_of(
     `ValueError` if the package is missing, or it cannot be made or begun.
     """
     package(kind.kind)
-    wanted, settings = seeds(arguments, limit)
+    numbers, settings = seeds(arguments, limit)
     with opening(f"{kind.kind}:{name} cannot be begun with {settings}", fix=kind.fix):
         episode = kind()
         episode.open(name, settings)
         try:
-            return [row(name, settings, seed, episode.reset(seed)) for seed in wanted]
+            return [row(name, settings, seed, episode.reset(seed)) for seed in numbers]
         finally:
             episode.close()

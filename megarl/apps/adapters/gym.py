@@ -36,9 +36,9 @@ class GymEpisode(Episode):
 
     def open(self, name: str, settings: dict[str, Any]) -> None:
         """Raises `ValueError` if the actions are neither texts nor discrete."""
-        library, given = package("gymnasium"), dict(settings)
-        words = given.pop("actions", None)
-        self._env = library.make(name, **given)
+        library, options = package("gymnasium"), dict(settings)
+        words = options.pop("actions", None)
+        self._env = library.make(name, **options)
         space = self._env.action_space
         self._words: list[str] = []
         if isinstance(space, library.spaces.Discrete):
@@ -62,10 +62,10 @@ class GymEpisode(Episode):
         """A turn without an action changes nothing: the model reads what actions there are."""
         action: Any = text
         if self._words:
-            found = self._known.findall(text.lower())
-            if not found:
+            actions = self._known.findall(text.lower())
+            if not actions:
                 return f"Write one of: {', '.join(self._words)}", 0.0, False
-            action = self._first + self._words.index(found[-1])
+            action = self._first + self._words.index(actions[-1])
         seen, reward, is_ended, is_cut, _ = self._env.step(action)
         return self._text(seen), float(reward), bool(is_ended or is_cut)
 

@@ -72,12 +72,12 @@ class Connection:
 
     async def step(self, text: str) -> tuple[str, float, bool]:
         """Take a turn of the model; returns (observation, reward, whether the episode is over)."""
-        found = await self._client.step({self._action: text})
-        return self._text(found), float(found.reward or 0.0), bool(found.done)
+        result = await self._client.step({self._action: text})
+        return self._text(result), float(result.reward or 0.0), bool(result.done)
 
-    def _text(self, found: Any) -> str:
-        seen = found.observation.get(self._observation)
-        texts = [key for key, value in found.observation.items() if isinstance(value, str)]
+    def _text(self, result: Any) -> str:
+        seen = result.observation.get(self._observation)
+        texts = [key for key, value in result.observation.items() if isinstance(value, str)]
         require(
             isinstance(seen, str),
             f"an observation of {self._address} has no text '{self._observation}'; set"
@@ -122,18 +122,18 @@ def openenv_rows(
     first observation of each. Raises `ValueError` if the package is missing or the server cannot
     be reached.
     """
-    wanted, settings = seeds(arguments, limit)
+    numbers, settings = seeds(arguments, limit)
 
     async def firsts() -> list[dict[str, Any]]:
         connection = Connection(address, settings)
         try:
             async with asyncio.timeout(ROWS_WITHIN_S):
                 return [
-                    row(address, settings, seed, await connection.reset(seed)) for seed in wanted
+                    row(address, settings, seed, await connection.reset(seed)) for seed in numbers
                 ]
         except TimeoutError:
             raise ValueError(
-                f"openenv:{address} did not begin {len(wanted)} episodes within"
+                f"openenv:{address} did not begin {len(numbers)} episodes within"
                 f" {ROWS_WITHIN_S:g} s; let its server hold more environments at a time"
                 " (max_concurrent_envs), or lower prompts.arguments.size"
             ) from None

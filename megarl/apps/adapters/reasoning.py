@@ -35,7 +35,7 @@ def reasoning_rows(name: str, arguments: dict[str, Any], limit: int | None) -> l
     """
     package("reasoning_gym")
     settings = json.dumps(USUAL | arguments)
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     with opening(
         f"reasoning_gym:{name} with the arguments {settings} cannot be made",
         fix=f"set the name and settings of a data set of {' '.join(PINNED['reasoning_gym'])}",
@@ -44,15 +44,15 @@ def reasoning_rows(name: str, arguments: dict[str, Any], limit: int | None) -> l
         for number in range(size if limit is None else min(size, limit)):
             entry = _entry(name, settings, number)
             answer = entry["answer"] if isinstance(entry["answer"], str) else ""
-            told = {"name": name, "settings": settings, "number": number}
-            found.append(
+            task = {"name": name, "settings": settings, "number": number}
+            rows.append(
                 {
                     "prompt": entry["question"],
                     "answer": answer.strip() or UNSAID,
-                    "reasoning_gym": told,
+                    "reasoning_gym": task,
                 }
             )
-    return found
+    return rows
 
 
 @functools.lru_cache(64)
@@ -76,21 +76,21 @@ def verifier(config: EnvironmentConfig) -> Verifier:
     extract = package("reasoning_gym").utils.extract_answer
 
     async def verify(prompt: Prompt, response: str) -> dict[str, float]:
-        told: Any = prompt.fields.get("reasoning_gym")
+        task: Any = prompt.fields.get("reasoning_gym")
         require(
-            isinstance(told, dict),
+            isinstance(task, dict),
             f"row {prompt.index} is of no data set of reasoning_gym; set prompts.source to"
             " reasoning_gym:NAME, or environment.verifier to another",
         )
         if config.answer_after:
-            said = after_last(config.answer_after, response)
+            answer = after_last(config.answer_after, response)
         else:
-            said = extract(response)
-            said = response.strip() if said is None else said
-        name, settings = told["name"], told["settings"]
-        entry = _entry(name, settings, told["number"])
+            answer = extract(response)
+            answer = response.strip() if answer is None else answer
+        name, settings = task["name"], task["settings"]
+        entry = _entry(name, settings, task["number"])
         try:
-            score = float(_data_set(name, settings).score_answer(said, entry))
+            score = float(_data_set(name, settings).score_answer(answer, entry))
         except Exception:  # some scorers take for granted that an answer can be read
             return {"reward": 0.0, "scorer_errors": 1.0}
         return {"reward": score, "scorer_errors": 0.0}

@@ -50,7 +50,7 @@ def verifiers_rows(name: str, arguments: dict[str, Any], limit: int | None) -> l
     size = size if limit is None else min(size, limit)
     words = [python, str(PROGRAM), "rows", name, str(size), json.dumps(settings)]
     try:
-        made = subprocess.run(words, capture_output=True, text=True, timeout=ROWS_WITHIN_S)
+        run = subprocess.run(words, capture_output=True, text=True, timeout=ROWS_WITHIN_S)
     except OSError as error:
         raise ValueError(
             f"prompts.arguments.python is '{python}', which cannot be run: {error.strerror}; set"
@@ -61,9 +61,9 @@ def verifiers_rows(name: str, arguments: dict[str, Any], limit: int | None) -> l
             f"verifiers:{name} did not make {size} tasks within {ROWS_WITHIN_S:g} s; lower"
             " prompts.arguments.size"
         ) from None
-    said = made.stderr.strip().splitlines()[-1:] or [f"{python} ended with {made.returncode}"]
-    require(made.returncode == 0, said[0])
-    rows = [json.loads(line) for line in made.stdout.splitlines()]
+    lines = run.stderr.strip().splitlines()[-1:] or [f"{python} ended with {run.returncode}"]
+    require(run.returncode == 0, lines[0])
+    rows = [json.loads(line) for line in run.stdout.splitlines()]
     for row in rows:
         row["verifiers"]["python"] = python
     return rows
@@ -79,9 +79,10 @@ class Episodes:
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
 
-    async def play(self, told: dict[str, Any]) -> dict[str, float]:
-        """Play one episode, `told` of `verifiers_env.episode`; returns its reward and metrics.
-        Raises `RuntimeError` if it failed or the program ended. Ends the episode when cancelled.
+    async def play(self, request: dict[str, Any]) -> dict[str, float]:
+        """Play one rollout; `request` is the argument of `verifiers_env.episode`. Returns
+        {"reward", and each reward and metric}. Raises `RuntimeError` if it fails or the program
+        ends. Ends the episode when cancelled.
         """
         async with self._lock:
             if self._process is None:
@@ -96,30 +97,30 @@ class Episodes:
         number = next(self._numbers)
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            self._tell(told | {"id": number})
-            found = await answer
+            self._write(request | {"id": number})
+            reply = await answer
         except asyncio.CancelledError:
-            self._tell({"cancel": number})
+            self._write({"cancel": number})
             raise
         finally:
             self._waiting.pop(number, None)
-        if "error" in found:
-            raise RuntimeError(found["error"])
-        return found["result"]
+        if "error" in reply:
+            raise RuntimeError(reply["error"])
+        return reply["result"]
 
-    def _tell(self, what: dict[str, Any]) -> None:
+    def _write(self, message: dict[str, Any]) -> None:
         if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.write(f"{json.dumps(what)}\n".encode())
+            self._process.stdin.write(f"{json.dumps(message)}\n".encode())
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         """Hand on the program's answers, to its end."""
         assert process.stdout is not None
         try:
             async for line in process.stdout:
-                found = json.loads(line)
-                answer = self._waiting.get(found["id"])
+                reply = json.loads(line)
+                answer = self._waiting.get(reply["id"])
                 if answer is not None and not answer.done():
-                    answer.set_result(found)
+                    answer.set_result(reply)
         finally:
             # The next episode starts another program, for which none of these wait.
             self._process, left = None, list(self._waiting.values())
@@ -140,12 +141,12 @@ async def play_episode(prompt: Prompt, client: Any) -> dict[str, float]:
     address and key the environment calls the model with. Returns {reward, and each reward and
     metric by its name}. Raises `RuntimeError` with the environment's error if it fails.
     """
-    told: Any = prompt.fields.get("verifiers")
+    request: Any = prompt.fields.get("verifiers")
     require(
-        isinstance(told, dict),
+        isinstance(request, dict),
         f"row {prompt.index} is of no environment of verifiers; set prompts.source to"
         " verifiers:NAME, or environment.agent.function to another",
     )
-    program = _programs.setdefault(told["python"], Episodes(told["python"]))
-    called = {"url": str(client.base_url), "key": client.api_key, "model": MODEL}
-    return await program.play(told | called)
+    program = _programs.setdefault(request["python"], Episodes(request["python"]))
+    address = {"url": str(client.base_url), "key": client.api_key, "model": MODEL}
+    return await program.play(request | address)

@@ -30,12 +30,12 @@ ERROR_CHARACTERS = 2000
 def check_version() -> None:
     """Exit with one line if verifiers is missing or has another version."""
     try:
-        found = importlib.metadata.version("verifiers")
+        installed = importlib.metadata.version("verifiers")
     except importlib.metadata.PackageNotFoundError:
-        found = ""
-    if found != VERSION:
+        installed = ""
+    if installed != VERSION:
         sys.exit(
-            f"verifiers {found or 'is not installed'}{found and ' is installed'} for"
+            f"verifiers {installed or 'is not installed'}{installed and ' is installed'} for"
             f" {sys.executable}, and {VERSION} is needed; set prompts.arguments.python to a Python"
             f" that has it, such as that of: python -m venv ~/verifiers && ~/verifiers/bin/pip"
             f" install verifiers=={VERSION} uv"
@@ -69,13 +69,13 @@ def _tasks(name: str, settings: str) -> tuple[Iterator[Any], list[Any]]:
 
 def task_of(name: str, settings: dict[str, Any], number: int) -> Any:
     """Task `number`, from 0, of an environment, whose data is read once; None behind the last."""
-    unread, found = _tasks(name, json.dumps(settings))
-    while len(found) <= number:
+    unread, tasks = _tasks(name, json.dumps(settings))
+    while len(tasks) <= number:
         task = next(unread, None)
         if task is None:
             return None
-        found.append(task)
-    return found[number]
+        tasks.append(task)
+    return tasks[number]
 
 
 def task_rows(name: str, size: int, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -88,8 +88,8 @@ def task_rows(name: str, size: int, settings: dict[str, Any]) -> Iterator[dict[s
             return
         title, prompt = task.data.name or f"task {number}", task.data.prompt
         text = prompt if isinstance(prompt, str) else json.dumps(prompt, default=str)
-        told = {"name": name, "number": number, "settings": settings}
-        yield {"prompt": text if prompt else title, "answer": title, "verifiers": told}
+        fields = {"name": name, "number": number, "settings": settings}
+        yield {"prompt": text if prompt else title, "answer": title, "verifiers": fields}
 
 
 def call_here() -> None:
@@ -120,7 +120,7 @@ def call_here() -> None:
             )
         system, prompt = self.resolve_prompt(data)
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
-        chat: Any = [one if isinstance(one, dict) else message_to_wire(one) for one in asked]
+        chat: Any = [turn if isinstance(turn, dict) else message_to_wire(turn) for turn in asked]
         chat = [{"role": "system", "content": system}, *chat] if system else chat
         client = AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, http_client=web)
         try:
@@ -136,11 +136,11 @@ def call_here() -> None:
     NullHarness.launch, NullHarness.setup = launch, setup
 
 
-async def episode(told: dict[str, Any]) -> dict[str, float]:
-    """Play one rollout. `told`: `verifiers` of a row of `task_rows`, with the address `url` of the
-    server of the model, the `key` of the rollout's calls, and the `model`'s name. Returns {reward:
-    sum of the weighted rewards of all agents, and each reward and metric by its name}. Raises
-    `RuntimeError` with the environment's error if the rollout failed.
+async def episode(request: dict[str, Any]) -> dict[str, float]:
+    """Play one rollout. `request`: `verifiers` of a row of `task_rows`, with the address `url` of
+    the server of the model, the `key` of the rollout's calls, and the `model`'s name. Returns
+    {reward: sum of the weighted rewards of all agents, and each reward and metric by its name}.
+    Raises `RuntimeError` with the environment's error if the rollout failed.
     """
     from verifiers.v1.clients import (  # pyright: ignore[reportMissingImports]
         EvalClientConfig,
@@ -148,54 +148,54 @@ async def episode(told: dict[str, Any]) -> dict[str, float]:
     )
     from verifiers.v1.env import RunSlot  # pyright: ignore[reportMissingImports]
 
-    name, number, settings = told["name"], told["number"], told["settings"]
+    name, number, settings = request["name"], request["number"], request["settings"]
     # Of its own, since its servers keep a client for each key.
     loaded, task = environment(name, settings), task_of(name, settings, number)
     client = EvalClientConfig(
-        base_url=told["url"], api_key_var="NONE", headers={"x-api-key": told["key"]}
+        base_url=request["url"], api_key_var="NONE", headers={"x-api-key": request["key"]}
     )
     async with loaded.serving():
-        context = ModelContext(model=told["model"], client=client)
+        context = ModelContext(model=request["model"], client=client)
         done = await loaded.run_slot(RunSlot(task), context)
     errors = [*done.errors, *(error for trace in done.traces for error in trace.errors)]
     if not done.ok:
-        said = f"{errors[-1].type}: {errors[-1].message}" if errors else "no error was given"
-        raise RuntimeError(f"{name}, task {number}: {said}")
+        reason = f"{errors[-1].type}: {errors[-1].message}" if errors else "no error was given"
+        raise RuntimeError(f"{name}, task {number}: {reason}")
     named: dict[str, float] = {}
     for trace in done.traces:
-        named |= {name: one.score for name, one in trace.rewards.items() if one is not None}
-        named |= {name: one for name, one in trace.metrics.items() if one is not None}
+        named |= {name: item.score for name, item in trace.rewards.items() if item is not None}
+        named |= {name: item for name, item in trace.metrics.items() if item is not None}
     return named | {"reward": sum(trace.reward for trace in done.traces)}
 
 
 async def serve_episodes(answers: TextIO) -> None:
     """Play the episodes that the lines of standard input ask for, all at once, to its end. A line
-    is a JSON object, `told` of `episode` with an `id`, which is answered with a line {id, result}
-    or {id, error} on `answers`; or {cancel: an id}, which is not answered.
+    is a JSON object, `request` of `episode` with an `id`, which is answered with a line {id,
+    result} or {id, error} on `answers`; or {cancel: an id}, which is not answered.
     """
     call_here()
     under_way: dict[int, asyncio.Task[None]] = {}
 
-    async def play(told: dict[str, Any]) -> None:
+    async def play(request: dict[str, Any]) -> None:
         try:
-            found: dict[str, Any] = {"result": await episode(told)}
+            reply: dict[str, Any] = {"result": await episode(request)}
         except Exception as error:
-            found = {
+            reply = {
                 "error": " ".join(f"{error or type(error).__name__}".split())[:ERROR_CHARACTERS]
             }
-        answers.write(json.dumps({"id": told["id"]} | found) + "\n")
+        answers.write(json.dumps({"id": request["id"]} | reply) + "\n")
 
     loop = asyncio.get_running_loop()
     asked = asyncio.StreamReader(MOST_BYTES)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(asked), sys.stdin)
     while line := await asked.readline():
-        told = json.loads(line)
-        if "cancel" in told:
-            if task := under_way.get(told["cancel"]):
+        request = json.loads(line)
+        if "cancel" in request:
+            if task := under_way.get(request["cancel"]):
                 task.cancel()
             continue
-        number = told["id"]
-        under_way[number] = loop.create_task(play(told))
+        number = request["id"]
+        under_way[number] = loop.create_task(play(request))
         under_way[number].add_done_callback(lambda _, number=number: under_way.pop(number))
     for task in under_way.values():
         task.cancel()
@@ -205,9 +205,9 @@ async def serve_episodes(answers: TextIO) -> None:
 def main(words: list[str]) -> None:
     """Do what the command line `words` asks for, without the program's name."""
     check_version()
-    here = os.path.dirname(os.path.abspath(__file__))
+    adapters = os.path.dirname(os.path.abspath(__file__))
     # Modules beside this file have names of packages that an environment may import.
-    sys.path = [folder for folder in sys.path if os.path.abspath(folder) != here]
+    sys.path = [folder for folder in sys.path if os.path.abspath(folder) != adapters]
     os.environ["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"  # where uv is
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1"
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -220,9 +220,9 @@ def main(words: list[str]) -> None:
         for row in task_rows(name, size, settings):
             answers.write(f"{json.dumps(row)}\n")
     except Exception as error:
-        said = " ".join(f"{error or type(error).__name__}".split()).rstrip(".")
+        cause = " ".join(f"{error or type(error).__name__}".split()).rstrip(".")
         sys.exit(
-            f"verifiers:{name} cannot be loaded with {words[3]}: {said}; correct prompts.source or"
+            f"verifiers:{name} cannot be loaded with {words[3]}: {cause}; correct prompts.source or"
             f" prompts.arguments, or install what it needs for {sys.executable}"
         )
 

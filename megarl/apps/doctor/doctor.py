@@ -229,16 +229,16 @@ def check_accelerators() -> Iterator[Finding]:
     build, devices = json.loads(answer.output.splitlines()[-1])
     if not devices:
         problem, _, fix = why_unseen(build).partition("; ")
-        found = f"{cores}; {problem}" if problem else f"no GPU; {cores}: small models on CPU"
-        yield Finding("FAIL" if problem else "ok", found, fix)
+        state = f"{cores}; {problem}" if problem else f"no GPU; {cores}: small models on CPU"
+        yield Finding("FAIL" if problem else "ok", state, fix)
     for index, (name, free, total, has_bfloat16) in enumerate(devices):
-        found, fix = f"{name}, {free / GIB:.0f} of {total / GIB:.0f} GiB free", ""
+        state, fix = f"{name}, {free / GIB:.0f} of {total / GIB:.0f} GiB free", ""
         if not has_bfloat16:
-            found += ", no bfloat16"
+            state += ", no bfloat16"
             fix = "set training.precision and rollout.engine.dtype to float16"
         if free < 0.9 * total:
             fix = "another process uses it (nvidia-smi); choose others with CUDA_VISIBLE_DEVICES"
-        yield Finding("warn" if fix else "ok", found, fix, f"GPU {index}")
+        yield Finding("warn" if fix else "ok", state, fix, f"GPU {index}")
 
 
 def check_memory() -> Iterator[Finding]:
@@ -246,11 +246,11 @@ def check_memory() -> Iterator[Finding]:
     2 GiB are free and the total is below 6 GiB, otherwise `warn`.
     """
     free, total = free_memory()
-    found = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
+    state = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
     fix = "free memory or raise the container's limit: the quick start needs about 6 GiB"
     is_small = total < 6 * GIB and free < 2 * GIB
-    low = Finding("FAIL" if is_small else "warn", found, fix)
-    yield Finding("ok", found) if free >= 6 * GIB else low
+    low = Finding("FAIL" if is_small else "warn", state, fix)
+    yield Finding("ok", state) if free >= 6 * GIB else low
 
 
 def check_shared_memory() -> Iterator[Finding]:
@@ -274,15 +274,15 @@ def check_disk() -> Iterator[Finding]:
     """
     for name, folder in (("this folder", os.getcwd()), ("temporary", tempfile.gettempdir())):
         free, name = shutil.disk_usage(folder).free, f"disk ({name})"
-        found = f"{free / GIB:.1f} GiB free in {folder}"
+        state = f"{free / GIB:.1f} GiB free in {folder}"
         if not os.access(folder, os.W_OK):
             fix = "go to a folder that you may write to"
-            yield Finding("FAIL", f"{found}, not writable", fix, name)
+            yield Finding("FAIL", f"{state}, not writable", fix, name)
         elif free < 10 * GIB:
             fix = "free some: a checkpoint takes 14 to 18 bytes a parameter"
-            yield Finding("FAIL" if free < 64 * 2**20 else "warn", found, fix, name)
+            yield Finding("FAIL" if free < 64 * 2**20 else "warn", state, fix, name)
         else:
-            yield Finding("ok", found, check=name)
+            yield Finding("ok", state, check=name)
 
 
 # --------------------------------------------------------------------------------------- software

@@ -434,15 +434,15 @@ class AgentSession:
         answer = self._agent.result()
         self._said = answer.text if isinstance(answer, Answer) else ""
         unread = [number for number, call in self._answers.items() if not call.read_at]
-        own = {
+        metrics = {
             "calls": float(len(self._answers)),
             "conversations": float(self._conversations.started),
             "unread": float(len(unread)),
             "left_out": float(len(set(self.untrained) - set(unread))),
         }
         if isinstance(answer, Answer):
-            return Answer(answer.text, own | answer.metrics)
-        return own | (answer if isinstance(answer, dict) else {"reward": answer})
+            return Answer(answer.text, metrics | answer.metrics)
+        return metrics | (answer if isinstance(answer, dict) else {"reward": answer})
 
     @property
     def untrained(self) -> list[int]:

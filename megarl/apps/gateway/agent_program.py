@@ -137,14 +137,14 @@ async def run_agent_program(
         temporary.mkdir()
         fields = {"prompt": prompt.text} | {name: prompt.fields.get(name) for name in columns}
         (folder / "prompt.json").write_text(json.dumps(fields, default=str))
-        own = {
+        gateway = {
             "MEGARL_PROMPT": str(folder / "prompt.json"),
             "HOME": str(work),
             "PWD": str(work),  # opencode 1.18 works in the folder that this names
             "TMPDIR": str(temporary),
         }
         if scores:
-            own["MEGARL_RESULT"] = str(folder / "result.json")
+            gateway["MEGARL_RESULT"] = str(folder / "result.json")
         words = [word.replace("{prompt}", prompt.text) for word in command]
         unseen = [f"{folder.parent / FOLDER}*", *map(os.path.realpath, hidden)]
         if MARK in os.environ:  # folders of later rollouts, and sockets of the run
@@ -156,7 +156,7 @@ async def run_agent_program(
             process = subprocess.Popen(
                 [*starter, str(folder), *words],
                 cwd=work,
-                env=dict(os.environ) | own | dict(variables),
+                env=dict(os.environ) | gateway | dict(variables),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=errors,
@@ -179,11 +179,11 @@ async def run_agent_program(
         await asyncio.wait([asyncio.wrap_future(removed)], timeout=1.0)
 
 
-def _answer(result: Path | None, said: str) -> Any:
+def _answer(result: Path | None, text: str) -> Any:
     """What an agent that has ended without an error answers: the score in the file `result`, if it
     may have one and has written it, otherwise what it printed.
     """
-    answer = Answer(said)
+    answer = Answer(text)
     if result is None:
         return answer
     try:

@@ -117,11 +117,11 @@ class AgentCall:
             self.ended.set()
 
 
-def stops_of(given: str | list[str] | None) -> tuple[str, ...]:
+def stops_of(stop: str | list[str] | None) -> tuple[str, ...]:
     """The stop texts that a request asks for by `stop`. Raises `ApiError` for those that cannot
     be.
     """
-    stops = (given,) if isinstance(given, str) else tuple(given or ())
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if not all(stops) or len(stops) > MOST_STOPS:
         raise ApiError(
             f"`stop` has {len(stops)} texts, {stops.count('')} of them empty; send at most"

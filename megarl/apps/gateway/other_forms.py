@@ -101,7 +101,7 @@ class Messages:
             "max_tokens": converted.max_tokens,
         }
         asked = replace(chat_asked(converted, chat), left_out=left_out)
-        asked.call.sends_back = lambda call: _resent(call, lambda given: json.dumps(_object(given)))
+        asked.call.sends_back = lambda call: _resent(call, lambda value: json.dumps(_object(value)))
         return asked
 
     def _message(self, asked: Asked, call: AgentCall) -> dict[str, Any]:
@@ -256,8 +256,8 @@ class Responses(OpenAIForm):
             messages=chat["messages"], model=request.model, stream=request.stream, seed=None
         )
         settings = {name: body[name] for name in self.REPEATED if body.get(name) is not None}
-        about: Any = {"settings": settings, "names": names, "left_out": left_out}
-        asked = replace(chat_asked(converted, chat), **about)
+        fields: Any = {"settings": settings, "names": names, "left_out": left_out}
+        asked = replace(chat_asked(converted, chat), **fields)
 
         def resent(call: dict[str, Any]) -> dict[str, Any]:
             own = names.get(call["function"]["name"])
@@ -303,20 +303,20 @@ class Responses(OpenAIForm):
         items: list[dict[str, Any]] = []
         if choice.text or not choice.calls:
             text = {"type": "output_text", "text": choice.text, "annotations": [], "logprobs": []}
-            about = {"type": "message", "id": new_id("msg"), "role": "assistant"}
-            items.append(about | {"status": "completed", "content": [text]})
+            item = {"type": "message", "id": new_id("msg"), "role": "assistant"}
+            items.append(item | {"status": "completed", "content": [text]})
         for call in choice.calls:
             called = {"call_id": call["id"], **call["function"]}
-            own = names.get(called["name"])
-            if own is not None:
-                called |= {"name": own.name} | (
-                    {"namespace": own.namespace} if own.namespace else {}
+            tool = names.get(called["name"])
+            if tool is not None:
+                called |= {"name": tool.name} | (
+                    {"namespace": tool.namespace} if tool.namespace else {}
                 )
-            about = {"type": "function_call", "id": new_id("fc"), "status": "completed"}
-            if own is not None and own.takes_text:
-                about |= {"type": "custom_tool_call", "id": new_id("ctc")}
+            item = {"type": "function_call", "id": new_id("fc"), "status": "completed"}
+            if tool is not None and tool.takes_text:
+                item |= {"type": "custom_tool_call", "id": new_id("ctc")}
                 called["input"] = decode_custom_tool_input(called.pop("arguments"))
-            items.append(about | called)
+            items.append(item | called)
         return items
 
     def answer(self, asked: Asked, call: AgentCall, choices: Sequence[Choice]) -> dict[str, Any]:

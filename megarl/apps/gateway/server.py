@@ -300,17 +300,17 @@ class Gateway:
             raise ApiError(f"there is no {request.method} {path}, only {known}", status=404)
         self._session(request)
         self._check_model(asked or name)
-        about = {"id": name, "object": "model", "created": 0, "owned_by": "megarl"}
-        about |= {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
-        listed = {"object": "list", "data": [about], "has_more": False}
-        return about if asked else listed | {"first_id": name, "last_id": name}
+        model = {"id": name, "object": "model", "created": 0, "owned_by": "megarl"}
+        model |= {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+        listed = {"object": "list", "data": [model], "has_more": False}
+        return model if asked else listed | {"first_id": name, "last_id": name}
 
     def _check_model(self, name: str) -> None:
         """Raise `ApiError` for a model that there is not."""
-        own = self._kit.settings.model
-        if name != own:
+        model = self._kit.settings.model
+        if name != model:
             raise ApiError(
-                f"The model `{name:.200}` does not exist; ask for `{own}`, or set"
+                f"The model `{name:.200}` does not exist; ask for `{model}`, or set"
                 " environment.agent.model to the name that the agent uses",
                 status=404,
                 code="model_not_found",

@@ -50,10 +50,10 @@ def text_function(tool: Mapping[str, Any]) -> dict[str, Any]:
     """The function that the model reads in place of a tool that takes any text: its one argument is
     the text. A grammar of the text is shown, and not enforced.
     """
-    about, grammar = tool.get("description") or "", tool.get("format")
+    text, grammar = tool.get("description") or "", tool.get("format")
     if isinstance(grammar, dict) and (rules := grammar.get("definition")):
-        about = f"{about}\n\nGrammar of the input ({grammar.get('syntax')}):\n{rules}".strip()
-    return {"name": tool.get("name"), "description": about, "parameters": custom_tool_parameters()}
+        text = f"{text}\n\nGrammar of the input ({grammar.get('syntax')}):\n{rules}".strip()
+    return {"name": tool.get("name"), "description": text, "parameters": custom_tool_parameters()}
 
 
 class Shown(NamedTuple):
@@ -74,9 +74,9 @@ def flat_functions(tools: Any) -> Shown:
     kept, left_out = split_tools(tools, ("function", "custom", "namespace"))
     groups = [(item.get("name"), item.get("tools")) for item in kept if item["type"] == "namespace"]
     for namespace, inner in [("", [item for item in kept if item["type"] != "namespace"]), *groups]:
-        own, others = split_tools(inner, ("function", "custom"))
+        known, others = split_tools(inner, ("function", "custom"))
         left_out += others
-        for tool in own:
+        for tool in known:
             name, takes_text = tool.get("name"), tool["type"] == "custom"
             if not isinstance(name, str) or not isinstance(namespace, str):
                 raise ApiError("a tool, or a namespace of tools, has no `name`", param="tools")

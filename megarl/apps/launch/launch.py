@@ -52,15 +52,15 @@ def planned(config: AnyConfig, options: Options) -> Callable[[], int]:
     placement and commands on standard output. Raises `ValueError` for a mistake in options or
     recipe.
     """
-    own = os.uname().nodename
+    host = os.uname().nodename
     is_named = options.nodes is not None  # nodes that this process need not be on
-    hosts = [own] if is_named else allocated_hosts(os.environ, own)
+    hosts = [host] if is_named else allocated_hosts(os.environ, host)
     num_nodes = options.nodes or len(hosts)
     if options.requeue:
         refuse_requeue(config, options)
     plan = make_launch_plan(config, options)
     gpus = find_gpus(plan, options, num_nodes)
-    elsewhere = hosts[0].split(".")[0] != own.split(".")[0]
+    elsewhere = hosts[0].split(".")[0] != host.split(".")[0]
     if not (options.dry_run or elsewhere):
         with plan_folder(config, starts=False):  # rank 0 takes it
             check_named_files(config)

@@ -140,15 +140,15 @@ def fewest_ranks(config: AnyConfig) -> int:
     return (layout.data * rest or max(rest, shared_ranks(config))) + num_apart
 
 
-def deal_gpus(plan: LaunchPlan, nodes: Sequence[Sequence[str]], found: str) -> Gpus:
+def deal_gpus(plan: LaunchPlan, nodes: Sequence[Sequence[str]], listed: str) -> Gpus:
     """Assign GPUs to the trainer ranks and engines of `plan`. `nodes`: the GPU names of each node,
     as in CUDA_VISIBLE_DEVICES. Every node that has ranks has equally many, on its first GPUs;
     engines get the GPUs that are left, each engine on one node. Colocated engines have no GPUs of
     their own: engine e uses those of the policy's ranks [e * tensor, (e + 1) * tensor), where
     `tensor` is its number of GPUs.
 
-    `found`: where the list of GPUs comes from, in words, for the message of the `ValueError` raised
-    if there are too few GPUs or if no such assignment exists.
+    `listed`: where the list of GPUs comes from, in words, for the message of the `ValueError`
+    raised if there are too few GPUs or if no such assignment exists.
     """
     pool = [[Gpu(number, name) for name in names] for number, names in enumerate(nodes)]
     have = sum(map(len, pool))
@@ -156,7 +156,7 @@ def deal_gpus(plan: LaunchPlan, nodes: Sequence[Sequence[str]], found: str) -> G
     require(
         have >= plan.num_gpus,
         f"{plan.num_ranks} trainer ranks and {plan.num_engines} {share}engines of {plan.tensor}"
-        f" need {plan.num_gpus} GPUs, but {found}; change the recipe's training.layout and"
+        f" need {plan.num_gpus} GPUs, but {listed}; change the recipe's training.layout and"
         " rollout.num_engines, free GPUs, or rehearse with --cpu",
     )
     for each in range(min(len(pool[0]), plan.num_ranks), 0, -1):
@@ -212,7 +212,7 @@ def _engines(
         groups = [
             shared[first : first + plan.tensor] for first in range(0, len(shared), plan.tensor)
         ]
-        return groups if all(len({gpu.node for gpu in one}) == 1 for one in groups) else None
+        return groups if all(len({gpu.node for gpu in group}) == 1 for group in groups) else None
     groups = [
         list(node[first : first + plan.tensor])
         for node in left
@@ -278,7 +278,7 @@ def processes(plan: LaunchPlan, gpus: Gpus, options: Options, at: Addresses) -> 
     object (node, command, kind) for each process. `plan`, `gpus`: the ranks and engines, and where
     they are; `at`: addresses and ports.
     """
-    engines = {gpu.node for one in gpus.engines for gpu in one}
+    engines = {gpu.node for engine in gpus.engines for gpu in engine}
     hosts = sorted({gpu.node for gpu in gpus.ranks})
     # Each rank of the policy joins Ray through its own node; ranks of other roles do not join.
     joining = {gpus.ranks[rank].node for rank in plan.roles["policy"].ranks}

@@ -108,7 +108,7 @@ class Launcher:
             folder.remove()
 
     def _run(self) -> int:
-        rays = [one for one in self.processes if one.kind == "ray"]
+        rays = [child for child in self.processes if child.kind == "ray"]
         for group in (rays[:1], rays[1:]):  # the head first
             for process in group:
                 self.start(process)
@@ -223,11 +223,11 @@ class Launcher:
         which sends SIGTERM to the program, or `b"kill\\n"`, which kills it. Processes that have
         ended are left out silently.
         """
-        for one in which:
+        for process in which:
             with contextlib.suppress(OSError):
-                assert one.popen.stdin is not None
-                one.popen.stdin.write(order)
-                one.popen.stdin.flush()
+                assert process.popen.stdin is not None
+                process.popen.stdin.write(order)
+                process.popen.stdin.flush()
 
     def _settle(self, which: Sequence[RunningProcess], patience_s: float) -> None:
         """Wait until processes have ended, at most `patience_s` seconds."""

@@ -59,7 +59,7 @@ def main(kind: str, words: Sequence[str]) -> int:
 
     for number in SIGNALS:
         signal.signal(number, hear)
-    own, folder_made = os.getpid(), None
+    pid, folder_made = os.getpid(), None
     if MARK in os.environ:
         folder = Path(os.environ[MARK])
         if not folder.exists():  # not on the launcher's node
@@ -71,7 +71,7 @@ def main(kind: str, words: Sequence[str]) -> int:
             signal.signal(number, signal.SIG_DFL)
         if kind == "ray":
             signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        die_with_parent(own)
+        die_with_parent(pid)
 
     try:
         for attempt in range(RAY_STARTS if kind == "ray" else 1):

@@ -77,27 +77,27 @@ def placement(plan: LaunchPlan, gpus: Gpus) -> dict[str, Any]:
         if not isinstance(parameters, str):
             size = engine_memory(parameters, plan.tensor, config.rollout.engine.dtype)
             memory = {"total": round(size / GIB, 2)}
-        for number, own in enumerate(gpus.engines):
-            rows[f"engine {number}"] = row | {"gpus": gpus_by_node(own), "memory": copy(memory)}
-            at[f"engine {number}"] = own
+        for number, members in enumerate(gpus.engines):
+            rows[f"engine {number}"] = row | {"gpus": gpus_by_node(members), "memory": copy(memory)}
+            at[f"engine {number}"] = members
     if gpus.on_cpu:
         return rows
     used, kept = Counter[Gpu](), Counter[Gpu]()
-    for name, own in at.items():
+    for name, members in at.items():
         if isinstance(sizes := rows[name]["memory"], dict):
-            used.update(dict.fromkeys(own, sizes["total"]))
+            used.update(dict.fromkeys(members, sizes["total"]))
             if name in plan.roles or not plan.colocated:
-                kept.update(dict.fromkeys(own, sizes["total"]))
+                kept.update(dict.fromkeys(members, sizes["total"]))
     most, fullest = (max(sizes.values(), default=0) for sizes in (kept, used))
-    found: Row = {"free": gpus_by_node(gpus.free), "fullest": round(fullest, 2)}
+    totals: Row = {"free": gpus_by_node(gpus.free), "fullest": round(fullest, 2)}
     if most * GIB > 80e9:
-        found["warning"] = f"{most:.2f} GiB on a GPU, more than 80 GB, and a step needs more"
-    return rows | found
+        totals["warning"] = f"{most:.2f} GiB on a GPU, more than 80 GB, and a step needs more"
+    return rows | totals
 
 
 def role_row(name: str, plan: LaunchPlan, gpus: Gpus) -> Row:
     """The row of a model of the trainer, such as "policy"."""
-    config, place = plan.config, plan.roles[name]
+    config, seats = plan.config, plan.roles[name]
     role, training, layout = None, config.training, plan.roles[name].layout
     if isinstance(config, RunConfig) and name != "policy":
         role, training = config.other_roles[name], role_training(config, name)
@@ -123,8 +123,8 @@ def role_row(name: str, plan: LaunchPlan, gpus: Gpus) -> Row:
     degrees += f" E{layout.expert}" if layout.expert > 1 else ""
     return row | {
         "layout": f"{degrees} Z{training.zero_stage}",
-        "ranks": spans(place.ranks),
-        "gpus": gpus_by_node([gpus.ranks[rank] for rank in place.ranks]),
+        "ranks": spans(seats.ranks),
+        "gpus": gpus_by_node([gpus.ranks[rank] for rank in seats.ranks]),
         "memory": memory,
     }
 

@@ -11,21 +11,21 @@ from collections.abc import Mapping, Sequence
 from megarl.settings.schema import require
 
 
-def allocated_hosts(environment: Mapping[str, str], own: str) -> list[str]:
+def allocated_hosts(environment: Mapping[str, str], host: str) -> list[str]:
     """The host names of the Slurm allocation in its order, from Slurm's variables in `environment`
-    (such as `os.environ`); [own] outside Slurm, with `own` the name of this host. Raises
+    (such as `os.environ`); [host] outside Slurm, with `host` the name of this host. Raises
     `ValueError` if Slurm started several copies of this command, or if `scontrol` cannot list the
     hosts.
     """
     if not environment.get("SLURM_JOB_ID"):
-        return [own]
+        return [host]
     tasks = environment.get("SLURM_NTASKS") or "1"
     in_step = environment.get("SLURM_STEP_ID", "") not in ("", str(2**32 - 5))  # the batch script
     require(
         tasks == "1" or not in_step or environment.get("SLURM_STEP_NUM_TASKS") == "1",
         f"srun started this command {tasks} times; start it once: srun --nodes=1 --ntasks=1",
     )
-    nodes = environment.get("SLURM_JOB_NODELIST") or own
+    nodes = environment.get("SLURM_JOB_NODELIST") or host
     if not {",", "["} & set(nodes):
         return [nodes]
     try:

@@ -153,7 +153,7 @@ class Audit:
         """{reason: number of groups, the rollouts of one prompt, that were rejected for it}, also
         for a step that is not trained yet. Reasons are words such as "stale".
         """
-        untrained = Counter(life.why for life in self.open.values() if life.why)
+        untrained = Counter(group.why for group in self.open.values() if group.why)
         return sum((step.rejected for step in self.steps), untrained)
 
     @property
@@ -161,7 +161,7 @@ class Audit:
         """Groups that were sent to the engines and have neither been trained on nor rejected nor
         made void by a resume, as ascending positions of their prompts in the training order.
         """
-        return sorted(ordinal for ordinal, life in self.open.items() if not life.why)
+        return sorted(ordinal for ordinal, group in self.open.items() if not group.why)
 
     @property
     def ages(self) -> Counter[int]:
@@ -179,8 +179,8 @@ class Audit:
         """
         self._event += 1
         if not isinstance(event, Started):
-            what = f"{type(event).__name__.lower()} after the run has ended"
-            self._check(self.ended is None, what)
+            problem = f"{type(event).__name__.lower()} after the run has ended"
+            self._check(self.ended is None, problem)
             self._check(self._is_started, "the run has not started")
         match event:
             case Started():
@@ -196,13 +196,13 @@ class Audit:
             case Trained():
                 self._train(event)
             case Published(version, receipts):
-                what = f"version {version} is published"
-                self._check(version == self.done, f"{what}, but {self.done} steps are trained")
-                self._check(version not in self.receipts, f"{what} twice")
+                problem = f"version {version} is published"
+                self._check(version == self.done, f"{problem}, but {self.done} steps are trained")
+                self._check(version not in self.receipts, f"{problem} twice")
                 self.receipts[version] = receipts
             case Ended(step):
-                what = f"the run ended after {step} steps, {self.done} are trained"
-                self._check(step == self.done, what)
+                problem = f"the run ended after {step} steps, {self.done} are trained"
+                self._check(step == self.done, problem)
                 self.ended = event
 
     def finish(self) -> None:
@@ -228,8 +228,8 @@ class Audit:
         self.restores += is_restored
         self.cut_bytes += event.cut_bytes
         self._drawn = self._drawn if event.step else array("q")  # only checkpoints fix data, seed
-        what = f"the run goes on after step {event.step}, but {self.done} are trained"
-        self._check(event.step <= self.done, what)
+        problem = f"the run goes on after step {event.step}, but {self.done} are trained"
+        self._check(event.step <= self.done, problem)
         keep = event.step - self.first_step
         dropped, self.steps = self.steps[keep:], self.steps[:keep]
         lost = sum(step.trained + step.rejected.total() for step in dropped)
@@ -245,13 +245,13 @@ class Audit:
         self._decided_step, self._told_step = event.step + 1, 0
 
     def _carry(self, event: Carried) -> None:
-        ordinal, what = event.ordinal, f"group {event.ordinal} is taken from a checkpoint, but"
+        ordinal, subject = event.ordinal, f"group {event.ordinal} is taken from a checkpoint, but"
         is_at_start = self.restores > 0 and not self._has_dispatched
-        self._check(is_at_start, f"{what} not at the start of a resumed run")
+        self._check(is_at_start, f"{subject} not at the start of a resumed run")
         is_new = ordinal >= self.cursor.first and ordinal not in self._used
-        self._check(is_new, f"{what} is used already, or taken twice")
-        told = f"{what} is of version {event.version}, and {self.done} steps are trained"
-        self._check(event.version <= self.done, told)
+        self._check(is_new, f"{subject} is used already, or taken twice")
+        problem = f"{subject} is of version {event.version}, and {self.done} steps are trained"
+        self._check(event.version <= self.done, problem)
         self._used.add(ordinal)
         self._draw(event)
 
@@ -260,70 +260,70 @@ class Audit:
         self.open[event.ordinal] = UntrainedGroup(event.version)
         self._drawn.extend([0] * (event.ordinal + 1 - len(self._drawn)))
         before, drawn = self._drawn[event.ordinal], hash((event.prompt, event.seed)) or 1
-        what = f"group {event.ordinal} has another prompt or seed than before a resume"
-        self._check(before in (0, drawn), what)
+        problem = f"group {event.ordinal} has another prompt or seed than before a resume"
+        self._check(before in (0, drawn), problem)
         self._drawn[event.ordinal] = drawn
 
     def _dispatch(self, event: Dispatched) -> None:
-        what = f"group {event.ordinal} is dispatched"
+        subject = f"group {event.ordinal} is dispatched"
         while self._next in self._used:
             self._next += 1
-        self._check(event.ordinal == self._next, f"{what} where {self._next} is next")
-        told = f"{what} at version {event.version}, but {self.done} steps are trained"
-        self._check(event.version == self.done, told)
+        self._check(event.ordinal == self._next, f"{subject} where {self._next} is next")
+        problem = f"{subject} at version {event.version}, but {self.done} steps are trained"
+        self._check(event.version == self.done, problem)
         self._next, self._has_dispatched = max(self._next, event.ordinal + 1), True
         self._draw(event)
         if self._limits.max_open:
             # Finished groups that will be rejected are told only when their batch is complete.
             most, flying = self._limits.max_open + self._limits.max_draws - 1, len(self.in_flight)
-            told = f"{flying} groups are neither trained nor rejected, but {most} may be"
-            self._check(flying <= most, told)
+            problem = f"{flying} groups are neither trained nor rejected, but {most} may be"
+            self._check(flying <= most, problem)
 
     def _finish(self, event: Finished) -> None:
-        life, what = self.open.get(event.ordinal), f"group {event.ordinal} is finished,"
-        if life is None or life.finished is not None:
-            self._wrong(f"{what} {'twice' if life else 'but is not in flight'}")
+        group, subject = self.open.get(event.ordinal), f"group {event.ordinal} is finished,"
+        if group is None or group.finished is not None:
+            self._wrong(f"{subject} {'twice' if group else 'but is not in flight'}")
             return
-        life.finished = event
-        for one in event.rollouts:
-            versions = [version for version, _ in one.versions]
+        group.finished = event
+        for rollout in event.rollouts:
+            versions = [version for version, _ in rollout.versions]
             self._check(
-                min(versions, default=-1) >= life.version,
-                f"group {event.ordinal}, dispatched at version {life.version}, has a rollout of"
+                min(versions, default=-1) >= group.version,
+                f"group {event.ordinal}, dispatched at version {group.version}, has a rollout of"
                 f" versions {versions}",
             )
 
     def _decide(self, event: Accepted | Rejected) -> None:
         policy, verb = self._limits.dispatch, type(event).__name__.lower()
-        what = f"group {event.ordinal} is {verb}"
+        subject = f"group {event.ordinal} is {verb}"
         is_next = policy != ORDERED or event.ordinal == self._decided
-        self._check(is_next, f"{what}, but the next one to decide on is {self._decided}")
+        self._check(is_next, f"{subject}, but the next one to decide on is {self._decided}")
         is_in_order = event.step in (self._decided_step, self._decided_step + 1)
-        self._check(is_in_order, f"{what} for step {event.step} out of order")
+        self._check(is_in_order, f"{subject} for step {event.step} out of order")
         if policy == WINDOWED and event.step != self._told_step:
             for other in self.open.values():
                 other.due = event.step if other.finished is not None else None
         self._told_step = event.step
         self._decided = max(self._decided, event.ordinal + 1)
         self._decided_step = max(self._decided_step, event.step)
-        life = self.open.get(event.ordinal)
-        if life is None or life.step is not None:
-            self._wrong(f"{what}, but is {'decided on already' if life else 'not in flight'}")
+        group = self.open.get(event.ordinal)
+        if group is None or group.step is not None:
+            self._wrong(f"{subject}, but is {'decided on already' if group else 'not in flight'}")
             return
-        life.why = event.why if isinstance(event, Rejected) else ""
-        life.step, life.is_accepted = event.step, isinstance(event, Accepted)
-        if life.why != STALE:
-            self._check(life.finished is not None, f"{what}, but is not finished")
+        group.why = event.why if isinstance(event, Rejected) else ""
+        group.step, group.is_accepted = event.step, isinstance(event, Accepted)
+        if group.why != STALE:
+            self._check(group.finished is not None, f"{subject}, but is not finished")
             return
         # Steps count from 1 in events: the next one trains weights of version `event.step`.
-        age, why = event.step - life.version, ""
+        age, why = event.step - group.version, ""
         if policy == ORDERED:
             why = "groups are used in order"
         elif age <= self._limits.max_staleness:
             why = f"step {event.step + 1} would find it {age} versions old"
-        elif life.finished is not None:
+        elif group.finished is not None:
             why = "it is finished"
-        self._check(not why, f"{what} as stale, but {why}")
+        self._check(not why, f"{subject} as stale, but {why}")
 
     def _train(self, event: Trained) -> None:
         self._check(
@@ -331,44 +331,48 @@ class Audit:
             f"step {event.step} is trained to version {event.version}, but the next one is"
             f" step {self.done + 1}",
         )
-        drawn = sorted(o for o, life in self.open.items() if life.step == event.step)
-        made = Step(cursor=self._cursor_after(drawn))
+        drawn = sorted(o for o, group in self.open.items() if group.step == event.step)
+        step = Step(cursor=self._cursor_after(drawn))
         for ordinal in drawn:
-            life = self.open.pop(ordinal)
-            if life.is_accepted:
-                made.trained += 1
-                made.ages.update(self._ages(ordinal, life, event.step))
+            group = self.open.pop(ordinal)
+            if group.is_accepted:
+                step.trained += 1
+                step.ages.update(self._check_ages(ordinal, group, event.step))
             else:
-                made.rejected[life.why] += 1
-        num_drawn = len(drawn) - made.rejected[STALE]
+                step.rejected[group.why] += 1
+        num_drawn = len(drawn) - step.rejected[STALE]
         self._check(
-            made.trained == self._limits.groups_per_step or num_drawn == self._limits.max_draws,
-            f"step {event.step} is trained on {made.trained} groups of {num_drawn} drawn, but a"
+            step.trained == self._limits.groups_per_step or num_drawn == self._limits.max_draws,
+            f"step {event.step} is trained on {step.trained} groups of {num_drawn} drawn, but a"
             f" batch has {self._limits.groups_per_step}, or fewer of {self._limits.max_draws} drawn",
         )
-        self.steps.append(made)
-        for ordinal, life in self.open.items():
-            if life.step is None and life.due is not None and life.due <= event.step:
+        self.steps.append(step)
+        for ordinal, group in self.open.items():
+            if group.step is None and group.due is not None and group.due <= event.step:
                 self._wrong(
-                    f"group {ordinal} was finished before step {life.due}'s batch was complete, but"
+                    f"group {ordinal} was finished before step {group.due}'s batch was complete, but"
                     " is not part of it"
                 )
-            elif life.step is None and event.step - life.version > self._limits.max_staleness:
+            elif group.step is None and event.step - group.version > self._limits.max_staleness:
                 self._wrong(
-                    f"group {ordinal} of version {life.version} is too old for step"
+                    f"group {ordinal} of version {group.version} is too old for step"
                     f" {event.step + 1} and all after it, but was not rejected as stale"
                 )
 
-    def _ages(self, ordinal: int, life: UntrainedGroup, step: int) -> list[int]:
-        """The age in versions of each rollout of a group that `step` is trained on."""
-        rollouts = life.finished.rollouts if life.finished is not None else []
-        used = {version for one in rollouts for version, _ in one.versions}
-        first = min(self.receipts, default=step)
-        unknown = min((v for v in used if v >= first and v not in self.receipts), default=None)
-        what = f"group {ordinal} has tokens of version {unknown}, not published"
-        self._check(unknown is None, what)
-        ages = [step - 1 - min((v for v, _ in one.versions), default=0) for one in rollouts]
-        age, most = max([step - 1 - life.version, *ages]), self._limits.max_staleness
+    def _check_ages(self, ordinal: int, group: UntrainedGroup, step: int) -> list[int]:
+        """Age in versions of each rollout of a group trained at `step`. Notes contradictions: tokens
+        of an unpublished version, or ages above `max_staleness`.
+        """
+        rollouts = group.finished.rollouts if group.finished is not None else []
+        versions = {version for rollout in rollouts for version, _ in rollout.versions}
+        # receipts go back to the last start or resume only
+        oldest = min(self.receipts, default=step)
+        unknown = min((v for v in versions if v >= oldest and v not in self.receipts), default=None)
+        problem = f"group {ordinal} has tokens of version {unknown}, not published"
+        self._check(unknown is None, problem)
+        # step k, counted from 1, trains weights of version k - 1
+        ages = [step - 1 - min((v for v, _ in rollout.versions), default=0) for rollout in rollouts]
+        age, most = max([step - 1 - group.version, *ages]), self._limits.max_staleness
         self._check(
             age <= most,
             f"group {ordinal} is trained at an age of {age} versions, but {most} are allowed",
@@ -383,14 +387,14 @@ class Audit:
             first += 1
         return Cursor(first, tuple(sorted(used)))
 
-    def _check(self, holds: bool, what: str) -> None:
+    def _check(self, holds: bool, problem: str) -> None:
         if not holds:
-            self._wrong(what)
+            self._wrong(problem)
 
-    def _wrong(self, what: str) -> None:
+    def _wrong(self, problem: str) -> None:
         self.num_contradictions += 1
         if len(self.contradictions) < LISTED:
-            self.contradictions.append(f"event {self._event}: {what}")
+            self.contradictions.append(f"event {self._event}: {problem}")
 
 
 def _told(cursor: Cursor) -> str:
@@ -405,8 +409,8 @@ def audit(events: Iterable[Event]) -> Audit:
     with the `contradictions` between events, as text. `events`: all, oldest first, gone through
     once. Raises nothing for a contradiction.
     """
-    found = Audit()
+    sums = Audit()
     for event in events:
-        found.take(event)
-    found.finish()
-    return found
+        sums.take(event)
+    sums.finish()
+    return sums

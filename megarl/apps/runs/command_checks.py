@@ -46,8 +46,8 @@ def arguments(options: Options) -> None:
     )
     settings = {"folder": str(run / "replay"), "resume": "false", "epochs": "null"}
     words = [word for word in options.overrides if word.startswith("--")]
-    given = {word.removeprefix("--").partition("=")[0] for word in words}
-    filled = [f"--{key}={value}" for key, value in settings.items() if key not in given]
+    typed = {word.removeprefix("--").partition("=")[0] for word in words}
+    filled = [f"--{key}={value}" for key, value in settings.items() if key not in typed]
     options.recipe = str(recipe)
     options.overrides = [f"--replay.run={run}", *filled, *options.overrides]
 
@@ -60,13 +60,13 @@ def steps_to_replay(config: RunConfig) -> int:
     metrics = Path(config.replay.run) / METRICS
     done = max((record["step"] for record in read_records(metrics)), default=0)
     require(done > 0, f"{metrics} has no finished step; replay a run that has trained")
-    wanted = config.replay.steps or done
+    steps = config.replay.steps or done
     require(
-        wanted <= done,
-        f"replay.steps is {wanted}, but {config.replay.run} has finished {done} steps; set it to at"
+        steps <= done,
+        f"replay.steps is {steps}, but {config.replay.run} has finished {done} steps; set it to at"
         f" most {done}",
     )
-    return min(done, wanted)
+    return min(done, steps)
 
 
 def check_replay(config: RunConfig, ranks: int | None = None) -> RunInputs:
@@ -101,8 +101,8 @@ def check_replay(config: RunConfig, ranks: int | None = None) -> RunInputs:
     tokenizer, hf = plan.plan_model(config.model)
     plan.plan_training(config, tokenizer, hf)
     roles = {name: plan.plan_role(name, config, hf, policy) for name in config.other_roles}
-    found = find_checkpoint(config, layout, "", trained_roles(config, roles))
+    checkpoint = find_checkpoint(config, layout, "", trained_roles(config, roles))
     stops = plan.stop_tokens(tokenizer, config.model, hf)
     return RunInputs(
-        layout, tokenizer, hf, stops, "", resume_from=found, ranks=members, roles=roles
+        layout, tokenizer, hf, stops, "", resume_from=checkpoint, ranks=members, roles=roles
     )

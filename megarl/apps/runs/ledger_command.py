@@ -68,7 +68,7 @@ def missing_parts(run: Path, sums: Audit) -> Iterator[str]:
             if why := difference(run / FILE, progress.ledger):
                 yield f"events before {checkpoint.name} are missing: {why}"
     with contextlib.suppress(OSError, ValueError):
-        step = max((one["step"] for one in read_records(run / METRICS)), default=0)
+        step = max((record["step"] for record in read_records(run / METRICS)), default=0)
         # The events of the last quarter of a second are lost with a process that is killed.
         if step > sums.done + 1:
             yield f"{METRICS} goes to step {step}, and the events after step {sums.done} are missing"

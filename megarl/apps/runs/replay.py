@@ -26,7 +26,7 @@ from megarl.parallel.collectives import broadcast_object
 from megarl.rollout.batch_files import batch_of
 from megarl.run import distill, loop
 from megarl.run.build import TrainingParts, build_training
-from megarl.run.loop import Method, refuse_lost, serve, tell, train_step
+from megarl.run.loop import Method, refuse_lost, serve_roles, tell, train_step
 from megarl.run.schedule import save_due
 from megarl.settings.config import DistillConfig, RunConfig
 from megarl.settings.limits import MOST_STEPS
@@ -59,7 +59,7 @@ def main(config: RunConfig, inputs: RunInputs) -> int:
                 with graceful() as stop:
                     train_again(parts, method, run, steps, stop)
             else:
-                serve(parts, method)
+                serve_roles(parts, method)
         is_main = context.is_main
     if not is_main:
         return 0
@@ -123,10 +123,10 @@ def differences(run: Path, replayed: Path, steps: int) -> dict[str, Any]:
     metrics but for times, as {step: first metric that differs, with both values}, at most 5, and
     the weights of checkpoints that both still have.
     """
-    own = {record["step"]: record for record in read_records(replayed / METRICS)}
+    by_step = {record["step"]: record for record in read_records(replayed / METRICS)}
     first: dict[int, str] = {}
     for record in read_records(run / METRICS):
-        other = own.get(record["step"], {})
+        other = by_step.get(record["step"], {})
         if record["step"] > steps or not other:
             continue
         for name, value in record.items():
@@ -141,8 +141,8 @@ def differences(run: Path, replayed: Path, steps: int) -> dict[str, Any]:
     ]
     return {
         "run": str(run),
-        "steps": len(own),
-        "steps_that_differ": {str(step): what for step, what in sorted(first.items())[:5]},
+        "steps": len(by_step),
+        "steps_that_differ": {str(step): names for step, names in sorted(first.items())[:5]},
         "checkpoints_compared": compared,
         "checkpoints_that_differ": differing,
     }

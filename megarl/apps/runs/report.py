@@ -144,8 +144,8 @@ def page_data(folders: Sequence[Path]) -> dict[str, Any]:
         "numbers": end_numbers(drawn),
         "settings": settings,
         "charts": {
-            section: [chart for plot in found for chart in charts_of(plot, drawn)]
-            for section, found in plots([*runs.values()]).items()
+            section: [chart for plot in drawn_plots for chart in charts_of(plot, drawn)]
+            for section, drawn_plots in plots([*runs.values()]).items()
         },
         "made_by": made_by,
     }
@@ -167,8 +167,8 @@ def warnings(run: Run, recipe: Mapping[str, Any]) -> list[str]:
         metrics, divisor = rule["sum"], rule.get("of")
         late = [step for step in run.metrics[-LATE:] if any(name in step for name in metrics)]
         total = sum(step.get(name) or 0 for step in late for name in metrics)
-        of = sum(one.get(divisor) or 0 for one in late) if divisor else len(late)
-        accuracy = sum(one.get("accuracy") or 0 for one in late)
+        of = sum(record.get(divisor) or 0 for record in late) if divisor else len(late)
+        accuracy = sum(record.get("accuracy") or 0 for record in late)
         is_solved = metrics == ["groups/rejected"] and accuracy >= SOLVED * len(late)
         if of and total > bounds.get(metrics[0], float("inf")) * of and not is_solved:
             shown = rule["text"].format(sum=f"{total:,.0f}", of=f"{of:,.0f}", mean=total / of)
@@ -182,7 +182,7 @@ def steps_of(runs: Sequence[Run]) -> tuple[int, int, int]:
     longest run.
     """
     steps = [record["step"] for run in runs for record in run.metrics]
-    steps += [one.step for run in runs for one in run.evaluations]
+    steps += [evaluation.step for run in runs for evaluation in run.evaluations]
     longest = max((len(run.metrics) for run in runs), default=0)
     return min(steps, default=0), max(steps, default=0), (longest // 20) | 1
 
@@ -231,7 +231,7 @@ def make_plot(
         greedy, sampled = f"eval/{learnt}", f"eval_sampled/{learnt}"
         drawn = {learnt: label, greedy: "held out, greedy", sampled: "held out, sampled"}
         drawn_as = {greedy: "points", sampled: "rings"}
-    made = [
+    curves = [
         Line(
             metric,
             text,
@@ -240,7 +240,7 @@ def make_plot(
         )
         for metric, text in drawn.items()
     ]
-    return Plot(title, note, made, how, of_rewards)
+    return Plot(title, note, curves, how, of_rewards)
 
 
 OWN = {"own/": ("training", "of your own function"),
@@ -254,7 +254,7 @@ def plots(runs: Sequence[Run]) -> dict[str, list[Plot]]:
     names = sorted({name for run in runs for record in run.metrics for name in record})
     trees = yaml.safe_load(CHARTS.read_text("utf-8"))
     found = {section: [make_plot(**tree) for tree in each] for section, each in trees.items()}
-    own = [
+    user_plots = [
         make_plot(name.partition("/")[2], note, learnt=name, label=label)
         for begin, (label, note) in OWN.items()
         for name in names
@@ -273,7 +273,7 @@ def plots(runs: Sequence[Run]) -> dict[str, list[Plot]]:
             if lines:
                 title = f"{tree['title']} ({critic})"
                 found["Optimisation"].append(make_plot(**tree | {"title": title, "lines": lines}))
-    return {"Own metrics": own[:MOST_OWN], **found}
+    return {"Own metrics": user_plots[:MOST_OWN], **found}
 
 
 # ----------------------------------------------------------------------------------------- charts

@@ -57,8 +57,8 @@ def grouped(settings: Mapping[Path, Mapping[str, str]]) -> tuple[Groups, dict[st
     else the folder of its first run is.
     """
     alike: dict[frozenset[tuple[str, str]], list[Path]] = {}
-    for folder, one in settings.items():
-        key = frozenset((name, text) for name, text in one.items() if name not in OF_ONE_RUN)
+    for folder, texts in settings.items():
+        key = frozenset((name, text) for name, text in texts.items() if name not in OF_ONE_RUN)
         alike.setdefault(key, []).append(folder)
     rows = differing_rows([dict(key) for key in alike])
     groups: dict[str, list[Path]] = {}

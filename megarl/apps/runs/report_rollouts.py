@@ -101,15 +101,15 @@ def problem_listing(run: Run) -> list[Listing]:
     """The list of held-out problems with a response of the first and one of the last evaluation, in
     the order of the file; none for a run without evaluations.
     """
-    written = [one for one in run.evaluations if one.transcripts]
+    written = [evaluation for evaluation in run.evaluations if evaluation.transcripts]
     if not written:
         return []
     moves, words = None, [when(written[0])]
     pairs: list[tuple[Any, ...]] = [(transcript,) for transcript in written[0].transcripts]
-    about = "Held-out problems, in their order; none was picked."
+    note = "Held-out problems, in their order; none was picked."
     if len(written) > 1:
         pairs, words = same_problems(written[0], written[-1]), [*words, when(written[-1])]
-        about = "The same held-out problems at the first and the last evaluation, in their order."
+        note = "The same held-out problems at the first and the last evaluation, in their order."
         moves = Counter((bool(old["correct"]), bool(new["correct"])) for old, new in pairs)
 
     def write(number: int, pair: Sequence[dict[str, Any]]) -> str:
@@ -120,38 +120,38 @@ def problem_listing(run: Run) -> list[Listing]:
 
     items = thinned(write, list(enumerate(pairs)))
     if len(items) < len(pairs):
-        about += f" These are {len(items):,} of {len(pairs):,}, evenly chosen."
-    return [Listing("Held-out problems", about, OUTCOME, items, moves)] if items else []
+        note += f" These are {len(items):,} of {len(pairs):,}, evenly chosen."
+    return [Listing("Held-out problems", note, OUTCOME, items, moves)] if items else []
 
 
-def outcome(about: dict[str, Any], pair: Sequence[dict[str, Any]]) -> list[Any]:
+def outcome(record: dict[str, Any], pair: Sequence[dict[str, Any]]) -> list[Any]:
     """What a list shows of a problem: [reward, tokens, source of the prompt in a mixture, verdicts],
     the fields `OUTCOME`. `pair`: transcripts of responses to it, in order; reward and tokens are
-    those of the last. `about`: the record with the prompt's source.
+    those of the last. `record`: the record with the prompt's source.
     """
     words = [
         "right" if transcript["correct"] else "not judged" if is_unjudged(transcript) else "wrong"
         for transcript in pair
     ]
     verdicts = " \N{RIGHTWARDS ARROW} ".join(words)
-    source = str(about.get("environment", ""))[:60]
+    source = str(record.get("environment", ""))[:60]
     return [reward_of(pair[-1]), pair[-1].get("tokens"), source, verdicts]
 
 
-def is_unjudged(one: dict[str, Any]) -> bool:
+def is_unjudged(record: dict[str, Any]) -> bool:
     """Whether the transcript of a response says that there is no verdict on it."""
-    return bool(one.get("left_out")) or one.get("failure", "") not in ("", "response_limit")
+    return bool(record.get("left_out")) or record.get("failure", "") not in ("", "response_limit")
 
 
-def reward_of(one: dict[str, Any]) -> float | None:
+def reward_of(record: dict[str, Any]) -> float | None:
     """The reward in the transcript of a response; None where there is none."""
-    return None if one.get("left_out") else one.get("reward")
+    return None if record.get("left_out") else record.get("reward")
 
 
-def when(one: Evaluation) -> str:
-    """When the evaluation `one` took place, in words: "before training" or "after 1,000 steps"."""
-    plural = "" if one.step == 1 else "s"
-    return f"after {one.step:,} step{plural}" if one.step else "before training"
+def when(evaluation: Evaluation) -> str:
+    """When `evaluation` took place, in words: "before training" or "after 1,000 steps"."""
+    plural = "" if evaluation.step == 1 else "s"
+    return f"after {evaluation.step:,} step{plural}" if evaluation.step else "before training"
 
 
 def same_problems(first: Evaluation, last: Evaluation) -> list[tuple[Any, ...]]:
@@ -181,8 +181,8 @@ def rollout_listing(run: Run) -> list[Listing]:
     if not inside:
         return []
     items = thinned(write, inside)
-    about = (
+    note = (
         f"{len(items):,} rollouts, evenly over the run: of the first {OF_A_GROUP} of a group."
         " transcripts.jsonl has all that were written down."
     )
-    return [Listing("Rollouts", about, {"step": "range"} | OUTCOME, items)]
+    return [Listing("Rollouts", note, {"step": "range"} | OUTCOME, items)]

@@ -74,7 +74,7 @@ def decode_whole(
 
     rollouts = [record.pop("segments") for record in records]
     for record, prompt, segments in zip(records, prompts, rollouts, strict=True):
-        texts = [text_of(part.arrays.token_ids.tolist()) for part in segments]
+        texts = [text_of(segment.arrays.token_ids.tolist()) for segment in segments]
         record |= {"prompt": text_of(prompt.token_ids), "response": "".join(texts)}
         for turn, text in zip(record.get("turns", ()), texts, strict=False):
             turn["text"] = text
@@ -98,15 +98,15 @@ def lines(
     is_tree = any("follows" in turn for turn in turns)
     for number, turn in enumerate(turns):
         by = environment if turn["by"] == "environment" else turn["by"]
-        about = [f"{number} {by}" if is_tree else by, f"{turn['tokens']:,} tokens"]
+        heading = [f"{number} {by}" if is_tree else by, f"{turn['tokens']:,} tokens"]
         if "follows" in turn:
             follows = turn["follows"]
-            about.append("a new conversation" if follows < 0 else f"a branch behind {follows}")
+            heading.append("a new conversation" if follows < 0 else f"a branch behind {follows}")
         if turn.get("reward"):
-            about.append(f"reward {turn['reward']:+g}")
+            heading.append(f"reward {turn['reward']:+g}")
         if turn.get("finish", "stop") != "stop":
-            about.append(f"cut off: {turn['finish']}")
-        yield paint("soft", f"--- {', '.join(about)} ---")
+            heading.append(f"cut off: {turn['finish']}")
+        yield paint("soft", f"--- {', '.join(heading)} ---")
         yield paint(turn["by"], console.printable(turn["text"]))
     mark = "right" if record["correct"] else "wrong"
     facts = [paint(mark, mark), f"reward {record['reward']:+g}"]

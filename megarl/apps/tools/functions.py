@@ -63,14 +63,14 @@ class FunctionTool:
             )
             parameters = self._model.model_json_schema()
         except (PydanticUserError, NameError, TypeError) as error:
-            said = str(error).splitlines()[0]
+            reason = str(error).splitlines()[0]
             raise ValueError(
-                f"tool {where}: a parameter's type cannot be written as JSON ({said}); use int,"
+                f"tool {where}: a parameter's type cannot be written as JSON ({reason}); use int,"
                 " float, str, bool, list, dict, Literal or a pydantic model"
             ) from None
         parameters.pop("title", None)
-        for one in parameters.get("properties", {}).values():
-            one.pop("title", None)
+        for schema in parameters.get("properties", {}).values():
+            schema.pop("title", None)
         self.schema = function_schema(function.__name__, inspect.getdoc(function), parameters)
 
     async def call(self, arguments: str, limit_s: float) -> str:
@@ -84,16 +84,16 @@ class FunctionTool:
             checked = self._model.model_validate_json(arguments)
         except ValidationError as error:
             raise CallError("; ".join(map(_problem, error.errors()[:SHOWN_PROBLEMS]))) from None
-        given = {name: getattr(checked, name) for name in type(checked).model_fields}
-        call = functools.partial(self._function, **given)
+        values = {name: getattr(checked, name) for name in type(checked).model_fields}
+        call = functools.partial(self._function, **values)
         try:
             late = f"the tool did not answer within {limit_s:g} s"
-            made = await self._calls.run(call, (), limit_s, late)
+            result = await self._calls.run(call, (), limit_s, late)
         except LimitExceeded as error:
             raise CallError(str(error)) from None
         except BaseException as error:  # SystemExit too: a tool must not end the process
             raise CallError(f"{type(error).__name__}: {error}") from None
-        return as_text(made)
+        return as_text(result)
 
 
 def _kind(found: Any) -> str:

@@ -57,7 +57,7 @@ class TurnMarkup:
         self._ends = self._template.ends
         end = self._ends.turn or self._ends.closing.strip()  # of a template without such a token
         stops = (end, self._ends.call, self._ends.chat, tokenizer.eos_token)
-        self._stops = [str(one) for one in dict.fromkeys(stops) if one]
+        self._stops = [str(stop) for stop in dict.fromkeys(stops) if stop]
         if not names:
             return
         fix = "use a model whose template does, or put one beside the tokenizer"
@@ -170,12 +170,12 @@ class TurnMarkup:
             }
             for number, name in enumerate(names)
         ]
-        told = [
+        replies = [
             {"role": "tool", "name": name, "tool_call_id": call["id"], "content": result}
             for name, call, result in zip(names, calls, results, strict=True)
         ]
         turn = {"role": "assistant", "content": "", "tool_calls": calls}
-        return self._render([ASKED, turn, *told], asks=True)
+        return self._render([ASKED, turn, *replies], asks=True)
 
     def _render(
         self,

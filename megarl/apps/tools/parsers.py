@@ -67,8 +67,8 @@ class CallReader:
                 " the parser of this family of models"
             ) from None
         marks = ("tool_call_start_token", "tool_calls_start_token", "bot_token", "tool_start_token")
-        found = [getattr(self._parser, name, None) for name in marks]
-        self._starts = [mark for mark in found if isinstance(mark, str) and mark]
+        starts = [getattr(self._parser, name, None) for name in marks]
+        self._starts = [mark for mark in starts if isinstance(mark, str) and mark]
         ends = (getattr(self._parser, name.replace("start", "end"), None) for name in marks)
         self._ends = [mark for mark in ends if isinstance(mark, str) and mark]
 

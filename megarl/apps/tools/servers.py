@@ -102,10 +102,10 @@ class ToolServer:
         except Exception as error:
             self._task.cancel()
             timed_out = isinstance(error, TimeoutError)
-            what = f" within {START_WITHIN_S:g} s" if timed_out else f" ({error})"
+            cause = f" within {START_WITHIN_S:g} s" if timed_out else f" ({error})"
             raise ValueError(
                 f"environment.tools.servers.{self.name}: `{self._command}` gave no list of tools"
-                f"{what}; {self._advice()}"
+                f"{cause}; {self._advice()}"
             ) from None
         if not self.tools:
             self.tools = [ServerTool(self, schema) for schema in schemas]
@@ -198,7 +198,7 @@ class ToolServer:
         assert self._session is not None
         try:
             async with asyncio.timeout(limit_s):
-                found = await self._session.call_tool(name, arguments)
+                result = await self._session.call_tool(name, arguments)
         except TimeoutError:
             raise CallError(f"the tool did not answer within {limit_s:g} s") from None
         except Exception as error:
@@ -208,12 +208,12 @@ class ToolServer:
                 self._end_session()
             elif not is_remote(self._command) or code not in NO_ANSWER:
                 raise CallError(f"{type(error).__name__}: {error}") from None
-            said = shortened(f"{self._status} {error}".strip(), ERROR_CHARACTERS)
+            reason = shortened(f"{self._status} {error}".strip(), ERROR_CHARACTERS)
             raise ToolUnavailable(
-                f"the MCP server '{self.name}' did not answer a call, or has ended ({said})"
+                f"the MCP server '{self.name}' did not answer a call, or has ended ({reason})"
             ) from None
-        text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in found.content)
-        if found.is_error:
+        text = "\n".join(getattr(block, "text", f"[{block.type}]") for block in result.content)
+        if result.is_error:
             raise CallError(text)
         return text
 

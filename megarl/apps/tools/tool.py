@@ -73,16 +73,16 @@ def read_object(arguments: str) -> dict[str, Any]:
     as half of a surrogate pair.
     """
     try:
-        found = json.loads(arguments)
+        value = json.loads(arguments)
     except (ValueError, RecursionError) as error:
         raise CallError(f"the arguments are not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise CallError(f"the arguments are {type(found).__name__}, not an object")
+    if not isinstance(value, dict):
+        raise CallError(f"the arguments are {type(value).__name__}, not an object")
     try:
-        to_json(found)  # as the client does, which would end the session of all calls
+        to_json(value)  # as the client does, which would end the session of all calls
     except ValueError as error:
         raise CallError(f"the arguments cannot be sent: {error}") from None
-    return found
+    return value
 
 
 def as_text(result: Any) -> str:

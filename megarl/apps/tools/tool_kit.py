@@ -55,10 +55,10 @@ class ToolKit:
         """
         settings = self._config.tools
         calls = UserCalls(self._config.threads)
-        found: list[tuple[str, Tool]] = []
+        tools: list[tuple[str, Tool]] = []
         for where in settings.functions:
             function = own_function(where, FUNCTIONS, sources=self._sources)
-            found.append((where, FunctionTool(function, where, calls)))
+            tools.append((where, FunctionTool(function, where, calls)))
         if settings.servers:
             from megarl.apps.tools.servers import ToolServer  # imports for a second
 
@@ -70,10 +70,10 @@ class ToolKit:
                 self._servers.append(ToolServer(name, command, variables, token, limit_s))
         await asyncio.gather(*(server.start() for server in self._servers))
         for server in self._servers:
-            found += [(f"the server '{server.name}'", tool) for tool in server.tools]
-        for where, tool in found:
+            tools += [(f"the server '{server.name}'", tool) for tool in server.tools]
+        for where, tool in tools:
             name = tool_name(tool)
-            others = [other for other, one in found if tool_name(one) == name]
+            others = [other for other, namesake in tools if tool_name(namesake) == name]
             require(
                 len(others) == 1,
                 f"environment.tools has {len(others)} tools named '{name}': {', '.join(others)};"
@@ -144,24 +144,24 @@ class ToolSession:
         `tool_calls` and `tool_errors`. `token_ids`: [T] int32 ids of the turn. Raises
         `ToolUnavailable` if a tool's server is gone.
         """
-        kit, said = self._kit, self._kit.said(token_ids)
+        kit, turn = self._kit, self._kit.said(token_ids)
         calls: list[Call] = []
         try:
-            _, calls = await kit.reader.read(kit.markup.without_closing(said))
+            _, calls = await kit.reader.read(kit.markup.without_closing(turn))
             if len(calls) > 1 and not kit.markup.takes_several:
                 raise CallError("make one call at a time")
         except CallError as error:
             # Told as the result of a call, for which templates have a place.
             name = calls[0].name if calls else kit.schemas[0]["function"]["name"]
-            names, made = [name], [(f"error: {error}", True)]
+            names, ran = [name], [(f"error: {error}", True)]
         else:
             if not calls:
                 metrics = {"tool_calls": float(self._calls), "tool_errors": float(self._failed)}
                 return Answer(text, metrics)
-            names, made = [call.name for call in calls], await asyncio.gather(*map(kit.call, calls))
-        self._calls += len(made)
-        self._failed += sum(failed for _, failed in made)
-        return Observation(kit.markup.results(said, names, [result for result, _ in made]))
+            names, ran = [call.name for call in calls], await asyncio.gather(*map(kit.call, calls))
+        self._calls += len(ran)
+        self._failed += sum(failed for _, failed in ran)
+        return Observation(kit.markup.results(turn, names, [result for result, _ in ran]))
 
     def cut_off_inside(self, token_ids: Any) -> str:
         """Returns "tool_call" if a response that was cut off ends inside a tool call, otherwise "".

@@ -75,18 +75,18 @@ def pair_batch(preferences: Sequence[Preference], reference: np.ndarray | None) 
     without a reference model.
     """
     samples = []
-    for number, one in enumerate(preferences):
-        for side, response in enumerate(one.responses):
-            prompt = one.prompt_ids[one.cut if side else 0 :]
+    for number, preference in enumerate(preferences):
+        for side, response in enumerate(preference.responses):
+            prompt = preference.prompt_ids[preference.cut if side else 0 :]
             mask = np.array([False] * len(prompt) + [True] * len(response))
             samples.append(Samples.one(2 * number + side, [*prompt, *response], mask=mask))
-    indices = [one.index for one in preferences]
+    indices = [preference.index for preference in preferences]
     none = np.zeros((len(indices), 2))
     return PairBatch(
         samples=Samples.concatenate(samples),
         reference=none if reference is None else reference[indices],
-        margins=np.array([one.margin for one in preferences]),
-        is_desirable=np.array([one.is_desirable for one in preferences], dtype=bool),
+        margins=np.array([preference.margin for preference in preferences]),
+        is_desirable=np.array([preference.is_desirable for preference in preferences], dtype=bool),
     )
 
 
@@ -115,9 +115,9 @@ def response_sums(role: Role, micro: MicroBatch) -> tuple[torch.Tensor, torch.Te
     values, others = role.engine(micro, 1.0)
     sample_ids = others if role.head == "scalar" else micro.sample_ids[micro.mask]
     members = micro.members[micro.members >= 0]
-    place = torch.searchsorted(members, sample_ids)
+    rows = torch.searchsorted(members, sample_ids)
     sums = torch.zeros(len(members), dtype=torch.float64, device=values.device)
-    return values, sums.index_add(0, place, values.double()), members
+    return values, sums.index_add(0, rows, values.double()), members
 
 
 @torch.no_grad()
@@ -129,11 +129,11 @@ def sums_of_responses(role: Role, samples: Samples, *, together: int = 1) -> tor
     `together`: how many consecutive samples are packed together, such as 2 for pairs. All ranks
     call it together.
     """
-    found = torch.zeros(int(samples.ids.max()) + 1, dtype=torch.float64, device=role.device)
+    by_sample = torch.zeros(int(samples.ids.max()) + 1, dtype=torch.float64, device=role.device)
     for micro in pack_share(samples, role, together=together):
         _, sums, ids = response_sums(role, micro)
-        found[ids] = sums
-    return found
+        by_sample[ids] = sums
+    return by_sample
 
 
 ROUNDING = 1e-6
@@ -230,11 +230,11 @@ class PairStep(StepLoss):
         gradients are to be summed over ranks. All sequence-parallel ranks call it together.
         `guard`: records whether the values are finite; None in an evaluation.
         """
-        values, own, ids = response_sums(self.role, micro)
+        values, sums, ids = response_sums(self.role, micro)
         if guard is not None:
             guard.watch(self.watched, values)
         axis = self.role.mesh.sequence
-        whole = all_reduce(own.detach().clone(), axis).requires_grad_()
+        whole = all_reduce(sums.detach().clone(), axis).requires_grad_()
         with torch.enable_grad():  # in an evaluation, too, whose slopes are not used
             terms = self.terms(whole, ids)
             loss = terms.loss.sum() / len(self.batch)
@@ -249,18 +249,18 @@ class PairStep(StepLoss):
             num_rejected=share * len(rejected),
             right=share * won.sum(),
         )
-        return (slope * own).sum()
+        return (slope * sums).sum()
 
     def reduced(self) -> dict[str, float]:
         """{name: value}: loss, accuracy (fraction of pairs whose chosen response has the higher
         reward) and mean rewards, over all ranks, on every rank. All ranks call it together.
         """
-        found = self.metrics.reduce(self.role.mesh.gradient)
-        metrics = {"loss": found["loss"], "accuracy": found["right"] / len(self.batch)}
+        sums = self.metrics.reduce(self.role.mesh.gradient)
+        metrics = {"loss": sums["loss"], "accuracy": sums["right"] / len(self.batch)}
         for side in ("chosen", "rejected"):
-            number = found[f"num_{side}"] if self.is_single else len(self.batch)
+            number = sums[f"num_{side}"] if self.is_single else len(self.batch)
             if number > 0:  # a step of single responses may have one side only
-                metrics[f"reward/{side}"] = found[side] / number
+                metrics[f"reward/{side}"] = sums[side] / number
         if {"reward/chosen", "reward/rejected"} <= metrics.keys():
             metrics["reward/margin"] = metrics["reward/chosen"] - metrics["reward/rejected"]
         return metrics

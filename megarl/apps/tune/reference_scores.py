@@ -46,7 +46,7 @@ def reference_scores(context: RunContext, *rows_read: DataRows | None) -> list[n
         training = replace(training, lora=LoraConfig())
     cache = Path(config.reference.cache or context.folder / "reference")
     files: list[Path] = []
-    found: list[np.ndarray | None] = [None] * len(data)
+    by_rows: list[np.ndarray | None] = [None] * len(data)
     if context.is_main:
         weights = str(config.seed) if model.from_scratch else base_digest(model.path)
         weights += load_model_config(model).to_json_string(use_diff=False)
@@ -55,11 +55,11 @@ def reference_scores(context: RunContext, *rows_read: DataRows | None) -> list[n
         for number, rows in enumerate(data):
             name = digest_of(rows.digest, weights, training.precision) if rows else "none"
             files.append(cache / f"{name}.npy")
-            found[number] = read_scores(files[number], len(rows)) if rows else None
-    unknown = [number for number, rows in enumerate(data) if rows and found[number] is None]
+            by_rows[number] = read_scores(files[number], len(rows)) if rows else None
+    unknown = [number for number, rows in enumerate(data) if rows and by_rows[number] is None]
     missing = broadcast_object(unknown, context.mesh.world)
     if not missing:
-        return found
+        return by_rows
     role = Role(
         "reference",
         model=model,
@@ -73,10 +73,10 @@ def reference_scores(context: RunContext, *rows_read: DataRows | None) -> list[n
             scores = response_logprobs(role, data[number], config.samples_per_step)
             if context.is_main:
                 write_scores(files[number], scores)
-                found[number] = scores
+                by_rows[number] = scores
     finally:
         role.destroy()
-    return found
+    return by_rows
 
 
 def response_logprobs(role: Role, rows: PreferenceList | None, at_once: int) -> np.ndarray:
@@ -86,9 +86,9 @@ def response_logprobs(role: Role, rows: PreferenceList | None, at_once: int) -> 
     """
     parts, make = [np.zeros((0, 2))], partial(pair_batch, reference=None)
     for batch in all_batches(rows, PreferenceList.row, at_once, role.mesh, make):
-        found = sums_of_responses(role, batch.samples, together=2)
+        sums = sums_of_responses(role, batch.samples, together=2)
         # Each data rank has its own samples, and each sequence rank its part of their sums.
-        parts.append(all_reduce(found, role.mesh.gradient).cpu().numpy().reshape(-1, 2))
+        parts.append(all_reduce(sums, role.mesh.gradient).cpu().numpy().reshape(-1, 2))
     return np.concatenate(parts)
 
 
@@ -104,12 +104,12 @@ def read_scores(path: Path, num_rows: int) -> np.ndarray | None:
     the file is missing, damaged, of another shape or not finite.
     """
     try:
-        found = np.load(path, allow_pickle=False) if path.is_file() else None
+        scores = np.load(path, allow_pickle=False) if path.is_file() else None
     except Exception:  # numpy raises much, also `MemoryError`, for what a damaged head promises
         return None
-    if not isinstance(found, np.ndarray) or (found.shape, found.dtype) != ((num_rows, 2), "<f8"):
+    if not isinstance(scores, np.ndarray) or (scores.shape, scores.dtype) != ((num_rows, 2), "<f8"):
         return None
-    return found if np.isfinite(found).all() else None
+    return scores if np.isfinite(scores).all() else None
 
 
 def write_scores(path: Path, scores: np.ndarray) -> None:

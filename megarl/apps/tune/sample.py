@@ -30,7 +30,7 @@ from megarl.parallel import mesh as mesh_module
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import ProcessMesh
 from megarl.rollout.client import RolloutClient
-from megarl.run.evaluate import add_records, answering, generate, make_folder
+from megarl.run.evaluate import add_rows, answering, generate, make_folder
 from megarl.settings.config import RunConfig, silence_s
 from megarl.settings.training import ModelConfig, TrainingConfig
 from megarl.system import console
@@ -68,17 +68,17 @@ def main(config: RunConfig, inputs: RunInputs) -> int:
         console.say("megarl: warning: no response is to be kept; data.jsonl is empty")
     data = folder / "data.jsonl"
     write(data, "".join(json.dumps(finite(row), ensure_ascii=False) + "\n" for row in rows))
-    found = sample_summary(config, groups, rows)
+    summary = sample_summary(config, groups, rows)
     provenance = {
         "megarl": megarl.__version__,
-        **found,
+        **summary,
         "recipe": config.model_dump(),
         "prompts": inputs.data,
         "sha256": hashlib.sha256(data.read_bytes()).hexdigest(),
     }
     write(folder / "provenance.json", json.dumps(provenance, indent=1) + "\n")
     console.say(f"{len(rows)} rows of {len(groups)} prompts are in {data}")
-    console.result(json.dumps({"data": str(data), **found}))
+    console.result(json.dumps({"data": str(data), **summary}))
     return 0
 
 
@@ -97,10 +97,10 @@ def sample_groups(config: RunConfig, inputs: RunInputs, to: IO[str]) -> list[lis
         for first in range(0, len(prompts), AT_ONCE):
             asked = prompts[first : first + AT_ONCE]
             client = RolloutClient(0, silence_s=silence_s(config))
-            found = list(generate(client, asked, config.rollout.temperature, names))
-            add_records(to, {}, "sampled", found)
+            records = list(generate(client, asked, config.rollout.temperature, names))
+            add_rows(to, {}, "sampled", records)
             groups += [
-                [one for one in found[number :: len(asked)] if not one.get("left_out")]
+                [record for record in records[number :: len(asked)] if not record.get("left_out")]
                 for number in range(len(asked))
             ]
             console.say(f"{len(groups):,} of {len(prompts):,} prompts")
@@ -178,12 +178,12 @@ def good(group: Sequence[Record], least: float) -> list[Record]:
     with a reward of at least `least`. `group`: all responses to the prompt, as dicts with
     `response` (text), `finish` ("stop" if not cut off) and `reward`.
     """
-    found = [
+    records = [
         record
         for record in group
         if record["response"].strip() and record["finish"] == "stop" and record["reward"] >= least
     ]
-    return sorted(found, key=lambda record: -record["reward"])
+    return sorted(records, key=lambda record: -record["reward"])
 
 
 def best(group: Sequence[Record], least: float) -> Iterator[Record]:

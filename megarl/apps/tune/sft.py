@@ -72,9 +72,9 @@ class SftTask(Task):
             return {}
         loss, tokens = 0.0, 0.0
         for batch in self._held_out:
-            found = self.evaluated(batch)
-            loss += found["loss"] * found["tokens/trained"]
-            tokens += found["tokens/trained"]
+            metrics = self.evaluated(batch)
+            loss += metrics["loss"] * metrics["tokens/trained"]
+            tokens += metrics["tokens/trained"]
         return {"eval/loss": loss / max(1.0, tokens), "eval/tokens": tokens}
 
 
@@ -102,17 +102,17 @@ class SftStep(StepLoss):
         logprobs, _ = self.role.engine(micro, 1.0)
         if guard is not None:
             guard.watch("policy's log-probs", logprobs)
-        found = -logprobs.sum() / self._num_trained
-        self.metrics.add(loss=found.detach().double(), tokens=len(logprobs))
-        return found
+        loss = -logprobs.sum() / self._num_trained
+        self.metrics.add(loss=loss.detach().double(), tokens=len(logprobs))
+        return loss
 
     def reduced(self) -> dict[str, float]:
         """{"loss": mean of -log-prob, "tokens/trained": number of response tokens}, over all ranks,
         on every rank. The number is 0 if the optimizer step was skipped because of values that are
         not finite.
         """
-        found = self.metrics.reduce(self.role.mesh.gradient)
-        return {"loss": found["loss"], "tokens/trained": found["tokens"]}
+        sums = self.metrics.reduce(self.role.mesh.gradient)
+        return {"loss": sums["loss"], "tokens/trained": sums["tokens"]}
 
 
 def sft_step(role: Role, samples: Samples, step: int, guard: StepGuard) -> StepReport:

@@ -148,21 +148,21 @@ def supervised_step(
     guard.begin(f"step {step + 1}")
     started_at = time.monotonic()
     work = begin()
-    taken = optimizer_step(
+    stepped = optimizer_step(
         role, work.micro_batches, lambda micro: work.loss(micro, guard), guard, work.metrics
     )
     guard.check_weights()
-    found = work.reduced() | computed_tokens(work.micro_batches, role)
+    metrics = work.reduced() | computed_tokens(work.micro_batches, role)
     seconds = time.monotonic() - started_at
-    found |= {
-        "grad_norm": taken[0] if taken else 0.0,
-        "learning_rate": taken[1] if taken else role.engine.next_rate(),
-        "skipped_steps": float(taken is None),
+    metrics |= {
+        "grad_norm": stepped[0] if stepped else 0.0,
+        "learning_rate": stepped[1] if stepped else role.engine.next_rate(),
+        "skipped_steps": float(stepped is None),
         "tokens/trained_per_s": work.num_tokens / seconds,
         "time/step_s": seconds,
     }
-    found |= role.engine.module.routers.load.take_metrics()
-    return StepReport(step, found | scale_metrics(role))
+    metrics |= role.engine.module.routers.load.take_metrics()
+    return StepReport(step, metrics | scale_metrics(role))
 
 
 def pack_share(samples: Samples, role: Role, *, together: int = 1) -> list[MicroBatch]:
@@ -181,8 +181,8 @@ def pack_share(samples: Samples, role: Role, *, together: int = 1) -> list[Micro
     def whole(units: Sequence[int]) -> list[int]:
         return [unit * together + part for unit in units for part in range(together)]
 
-    mine = samples.select(whole(dealt[mesh.data.rank]))
-    return role.pack(mine, [whole(units) for units in packed[mesh.data.rank]])
+    share = samples.select(whole(dealt[mesh.data.rank]))
+    return role.pack(share, [whole(units) for units in packed[mesh.data.rank]])
 
 
 MakeTask = Callable[[RunContext], Task]
@@ -211,9 +211,9 @@ def supervised_summary(folder: Path, seed: int) -> dict[str, Any]:
     loss (`loss_first`, `loss_last`), its number of `steps`, the metrics of its last evaluation
     (`eval/NAME`), its `seed`, and the seconds since this process started (`run_s`).
     """
-    found = read_run(folder)
-    steps = [record for record in found.metrics if record.get("loss") is not None]
-    last = found.evaluations[-1].metrics if found.evaluations else {}
+    run = read_run(folder)
+    steps = [record for record in run.metrics if record.get("loss") is not None]
+    last = run.evaluations[-1].metrics if run.evaluations else {}
     return {
         "loss_first": steps[0]["loss"] if steps else None,
         "loss_last": steps[-1]["loss"] if steps else None,
@@ -274,11 +274,11 @@ def train_task(context: RunContext, make: MakeTask) -> None:
                 checkpoints.finish()
                 stop.end(step, is_main=observer is not None)
             with activity(f"training of step {step + 1}", kind="train"):
-                found = task.train(batch, step)
+                step_report = task.train(batch, step)
             refuse_lost_folder(context)
             if observer is not None:
-                metrics = found.metrics | checkpoints.take_times()
-                observer.step(replace(found, metrics=metrics))
+                metrics = step_report.metrics | checkpoints.take_times()
+                observer.step(replace(step_report, metrics=metrics))
                 report.refresh()
             if save_due(context, step + 1, config.steps):
                 checkpoints.save(step=step + 1, next_ordinal=ordinal + size)

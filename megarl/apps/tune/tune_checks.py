@@ -31,8 +31,8 @@ from megarl.settings.training import LayoutConfig
 from megarl.trainer.context import DataRows, RunInputs
 from megarl.trainer.heads import HeadName
 from megarl.trainer.plan import (
-    check_cut,
     check_positions,
+    check_trainable,
     plan_model,
     plan_other_model,
     plan_role,
@@ -57,14 +57,14 @@ def check_preference(config: PreferenceConfig, ranks: int | None = None) -> RunI
     environment variables have it. Returns what was loaded for the run: model configuration,
     tokenizer and, on rank 0, the tokenised preferences. Raises `ValueError` if a check fails.
     """
-    found = check_supervised(config, ranks)
+    inputs = check_supervised(config, ranks)
     reference = config.reference.model
-    theirs = plan_other_model("reference", reference, config.model, found.hf)
+    theirs = plan_other_model("reference", reference, config.model, inputs.hf)
     if reference.path:
-        check_cut(config.training, reference, theirs)
+        check_trainable(config.training, reference, theirs)
     if config.reference.cache:
         check_writable(config.reference.cache, setting="reference.cache")
-    return found
+    return inputs
 
 
 def check_reward_model(config: RewardModelConfig, ranks: int | None = None) -> RunInputs:
@@ -74,15 +74,15 @@ def check_reward_model(config: RewardModelConfig, ranks: int | None = None) -> R
     rank 0, the tokenised pairs. Sets a padding token that ends no text, since a classifier's score
     is read at the last token that is no padding. Raises `ValueError` if a check fails.
     """
-    found = check_supervised(config, ranks)
+    inputs = check_supervised(config, ranks)
     require(
-        type(found.hf) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-        f"model type {found.hf.model_type} of model.path {config.model.path!r} has no sequence"
+        type(inputs.hf) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        f"model type {inputs.hf.model_type} of model.path {config.model.path!r} has no sequence"
         " classifier in transformers, as which a reward model is saved; choose another model",
     )
     source = config.model.tokenizer or config.model.path
-    pad_apart(found.tokenizer, found.hf.get_text_config().vocab_size, source=source)
-    return found
+    pad_apart(inputs.tokenizer, inputs.hf.get_text_config().vocab_size, source=source)
+    return inputs
 
 
 def check_supervised(config: SupervisedConfig, ranks: int | None) -> RunInputs:
@@ -108,15 +108,15 @@ def check_supervised(config: SupervisedConfig, ranks: int | None) -> RunInputs:
         limit = getattr(hf.get_text_config(), "max_position_embeddings", None)
 
         def read(source: Any, setting: str) -> DataRows:
-            found = load(source, tokenizer, seed=config.seed, setting=setting)
-            warn(found.warning)
+            rows = load(source, tokenizer, seed=config.seed, setting=setting)
+            warn(rows.warning)
             require(
-                limit is None or found.longest <= limit,
-                f"{setting} has a row of {found.longest} tokens, but the model's"
+                limit is None or rows.longest <= limit,
+                f"{setting} has a row of {rows.longest} tokens, but the model's"
                 f" max_position_embeddings is {limit}; set {setting}.max_tokens to that and drop"
                 " longer rows",
             )
-            return found
+            return rows
 
         rows = read(getattr(config, section), section)
         evaluated = getattr(config.evaluation, section)
@@ -166,9 +166,9 @@ def check_sample(config: RunConfig, ranks: int | None = None) -> RunInputs:
     alone = RolePlace((0,), Layout(1, 1, 1))
     for name, model in config.reward_models.items():
         # Of one process: a recipe of `task: rl` may place them elsewhere.
-        here = {**config.reward_models, name: replace(model, ranks=(), layout=LayoutConfig())}
-        own = replace(config, reward_models=here)
-        plan_role(f"reward_models.{name}", own, inputs.hf, alone)
+        models = {**config.reward_models, name: replace(model, ranks=(), layout=LayoutConfig())}
+        one_rank = replace(config, reward_models=models)
+        plan_role(f"reward_models.{name}", one_rank, inputs.hf, alone)
     if inputs.prompts is not None:
         names = [f"reward_models.{name}" for name in config.reward_models]
         check_positions(config, inputs.hf, names, inputs.prompts.longest)

@@ -26,8 +26,8 @@ def json_schema(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[
     Raises `ValueError` if the recipe's schema is not a valid JSON Schema. The function raises it if
     the schema in a prompt's row is not.
     """
-    own = config.json_schema
-    fixed = _validator(own.schema, "json_schema.schema") if own.schema else None
+    settings = config.json_schema
+    fixed = _validator(settings.schema, "json_schema.schema") if settings.schema else None
 
     async def verify(prompt: Prompt, response: str) -> float:
         from referencing.exceptions import Unresolvable
@@ -35,8 +35,8 @@ def json_schema(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[
         validator, location = fixed, "json_schema.schema"
         if validator is None:
             setting = "json_schema.schema_column"
-            location = f"row {prompt.index}, column '{own.schema_column}'"
-            validator = _validator(row_value(prompt, own.schema_column, setting), location)
+            location = f"row {prompt.index}, column '{settings.schema_column}'"
+            validator = _validator(row_value(prompt, settings.schema_column, setting), location)
         blocks = [block for block in fenced_blocks(response) if block.language == "json"]
         text = next((block.text for block in reversed(blocks) if block.is_closed), response)
         try:
@@ -51,7 +51,7 @@ def json_schema(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[
         # No JSON, nested thousands deep, or 1e400 where the schema has a multipleOf
         except (ValueError, RecursionError, ArithmeticError):
             return 0.0
-        return float(not own.value or _equals(_at(value, own.value), prompt.answer))
+        return float(not settings.value or _equals(_at(value, settings.value), prompt.answer))
 
     return verify
 

@@ -57,25 +57,25 @@ def length_reward(config: EnvironmentConfig) -> Verifier:
     dict {reward, correct, length}, where another built-in verifier, `length.verifier`, says whether
     the response is correct. Raises `ValueError` if there is no such verifier.
     """
-    own = config.length
+    settings = config.length
     require(
-        own.kind == "linear" or own.verifier in VERIFIERS,
-        f"length.verifier is '{own.verifier}'; set one of the verifiers of the house:"
+        settings.kind == "linear" or settings.verifier in VERIFIERS,
+        f"length.verifier is '{settings.verifier}'; set one of the verifiers of the house:"
         f" {', '.join(VERIFIERS)}",
     )
-    judge = None if own.kind == "linear" else built_in(own.verifier, config)
+    judge = None if settings.kind == "linear" else built_in(settings.verifier, config)
 
     async def verify(prompt: Prompt, response: str) -> Any:
-        length = counted(own, response)
+        length = counted(settings, response)
         if judge is None:
-            return linear_penalty(own, length)
+            return linear_penalty(settings, length)
         score = read_score(await judge(prompt, response))
         correct = score.reward == 1.0 if score.correct is None else score.correct
-        if own.kind == "cosine":
-            reward = cosine(own, length, correct)
+        if settings.kind == "cosine":
+            reward = cosine(settings, length, correct)
         else:
-            form = l1_exact if own.kind == "l1_exact" else l1_max
-            reward = form(own, length, correct, target_of(own, prompt))
+            form = l1_exact if settings.kind == "l1_exact" else l1_max
+            reward = form(settings, length, correct, target_of(settings, prompt))
         return {"reward": reward, "correct": correct, "length": length}
 
     return verify

@@ -157,8 +157,8 @@ def format(config: EnvironmentConfig) -> Verify:
     in that order, and, with `format.alone`, no text outside of them; else 0.0. It reads no
     reference answer.
     """
-    own = config.format
-    marks = [mark for tag in own.tags for mark in (f"<{tag}>", f"</{tag}>")]
+    settings = config.format
+    marks = [mark for tag in settings.tags for mark in (f"<{tag}>", f"</{tag}>")]
 
     async def verify(prompt: Prompt, response: str) -> float:
         if prompt.text.rstrip().endswith(marks[0]):  # which the chat template has written
@@ -169,8 +169,8 @@ def format(config: EnvironmentConfig) -> Verify:
         if places != sorted(places):
             return 0.0
         # All at once: without one pair, the text around it could form another.
-        pairs = "|".join(f"<{tag}>.*?</{tag}>" for tag in own.tags)
+        pairs = "|".join(f"<{tag}>.*?</{tag}>" for tag in settings.tags)
         outside = re.sub(pairs, "", response, flags=re.DOTALL)
-        return float(not own.alone or not outside.strip())
+        return float(not settings.alone or not outside.strip())
 
     return verify

@@ -211,19 +211,19 @@ def _size(node: Node) -> Fraction | None:
     return value
 
 
-def is_answer(given: Node, gold: Node, whole: Node, question: str) -> bool:
-    """Whether `given`, which equals the reference answer `gold`, counts as an answer: it is a
+def is_answer(answer: Node, gold: Node, whole: Node, question: str) -> bool:
+    """Whether `answer`, which equals the reference answer `gold`, counts as an answer: it is a
     finished value, not one still to be evaluated such as `67 + 63`, or `gold` is unfinished too. An
     expression that could be simplified, or has variables, and stands in the text `question` was
     only copied, so that it is no answer. `whole`: the answer with the names of its values.
     """
     rational = exact_value(gold) is not None
-    if is_unfinished(given, rational=rational):
+    if is_unfinished(answer, rational=rational):
         return is_unfinished(gold, rational=rational)
-    left = to_simplify(given) or []
+    left = to_simplify(answer) or []
     if to_simplify(gold):
         left = []
-    wholes = [x for x in (given, whole) if key(x) != key(gold) and exact_value(x) is None]
+    wholes = [x for x in (answer, whole) if key(x) != key(gold) and exact_value(x) is None]
     left += [node for node in wholes if node.type != "relation" or not _is_name(node.items[0])]
     if not left or not question:
         return True

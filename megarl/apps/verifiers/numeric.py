@@ -79,9 +79,9 @@ def numeric(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[floa
     max(`numeric.absolute`, `numeric.relative` x size of the reference), else 0.0. The function
     raises `ValueError` if the reference answer holds not exactly one number.
     """
-    own = config.numeric
-    hundredths = own.percent == "hundredths"
-    relative, absolute = Fraction(repr(own.relative)), Fraction(repr(own.absolute))
+    settings = config.numeric
+    hundredths = settings.percent == "hundredths"
+    relative, absolute = Fraction(repr(settings.relative)), Fraction(repr(settings.absolute))
 
     async def verify(prompt: Prompt, response: str) -> float:
         reference = list(numbers(prompt.answer, percent_is_hundredths=hundredths))

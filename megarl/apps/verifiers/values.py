@@ -127,9 +127,9 @@ def _value(node: Node, point: int, bits: int) -> Any:
     context.prec = bits
 
     def value(node: Node) -> Any:
-        number = _numeric(context, node, [], point) if node.type in ("name", "number") else None
+        number = _value_at(context, node, [], point) if node.type in ("name", "number") else None
         if number is None:
-            number = _numeric(context, node, [value(item) for item in node.items], point)
+            number = _value_at(context, node, [value(item) for item in node.items], point)
         size = context.mag(number)
         if not context.isfinite(number) or size > MAX_BITS:
             raise TooLarge
@@ -138,7 +138,10 @@ def _value(node: Node, point: int, bits: int) -> Any:
     return value(node)
 
 
-def _numeric(mp: Any, node: Node, values: Sequence[Any], point: int) -> Any:
+def _value_at(mp: Any, node: Node, values: Sequence[Any], point: int) -> Any:
+    """`node`'s value by mpmath context `mp`, from its items' `values`. Variables are random, seeded
+    by name and `point` (index in `POINTS`). Raises `TooLarge`.
+    """
     first, last = (values[0], values[-1]) if values else (mp.zero, mp.zero)
     match node.type:
         case "number":
@@ -169,7 +172,7 @@ def _numeric(mp: Any, node: Node, values: Sequence[Any], point: int) -> Any:
         case "call" if all(abs(value) <= MAX_ARGUMENT for value in values):
             return _called(mp, node.text, values)
     value = _arithmetic(node, values)
-    if value is None:
+    if value is None:  # or not defined, as \infty
         raise TooLarge
     return value
 
@@ -310,7 +313,7 @@ def _in_proportion(first: Node, second: Node) -> bool:
     values = [[exact_value(item) for item in node.items] for node in (first, second)]
     if any(not value for row in values for value in row) or len(values[0]) != len(values[1]):
         return False
-    return len({own / other for own, other in zip(*values, strict=True)}) == 1  # type: ignore[operator]
+    return len({item / other for item, other in zip(*values, strict=True)}) == 1  # type: ignore[operator]
 
 
 INFINITE = Node("name", text="\\infty")

@@ -161,10 +161,12 @@ def flats(messages: Mapping[int, Message], memory: torch.Tensor) -> dict[int, to
     return views
 
 
-def reserved(
+def targets_of(
     messages: Mapping[int, Message], memory: torch.Tensor
 ) -> list[tuple[Copy, torch.Tensor]]:
-    """What `Sender.reserve` returns where `messages` are sent from the flat buffer `memory`."""
+    """(copy, view [rows, columns] of `memory` to write it to) for each copy in `messages`, {engine
+    rank: copies}, which lie in `memory` one after another.
+    """
     views = flats(messages, memory)
     return [pair for peer, message in messages.items() for pair in parts(message, views[peer])]
 

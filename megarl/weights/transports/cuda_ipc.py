@@ -103,21 +103,21 @@ class Sender(shared_memory.Sender):
 
     def _open(self) -> dict[int, torch.Tensor]:
         route, axis = self._route, self._axis
-        own = {
+        local = {
             number: torch.empty(shared_memory.memory_bytes(route), dtype=torch.uint8, device="cuda")
             for number in range(route.spec.num_destinations)
             if number % axis.size == axis.rank
         }
         by_rank = gather_objects(
-            {number: _export_handle(memory) for number, memory in own.items()}, axis
+            {number: _export_handle(memory) for number, memory in local.items()}, axis
         )
         self._exported = [
             by_rank[number % axis.size][number] for number in range(route.spec.num_destinations)
         ]
         # An open memory costs this process a CUDA context on its GPU, about half a GiB there.
         written = {copy.destination for bucket in route.copies for copy in bucket}
-        foreign = {number: _open_handle(self._exported[number]) for number in written - own.keys()}
-        return own | foreign
+        peers = {number: _open_handle(self._exported[number]) for number in written - local.keys()}
+        return local | peers
 
 
 class Receiver(shared_memory.Receiver):

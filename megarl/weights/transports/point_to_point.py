@@ -87,7 +87,7 @@ class Sender(base.Sender):
         if bucket.number == 0:
             self._group.join(watch)
         self._group.wait(bucket.number - SLOTS, watch)
-        return base.reserved(self._messages[bucket.number], self._memory[bucket.number % SLOTS])
+        return base.targets_of(self._messages[bucket.number], self._memory[bucket.number % SLOTS])
 
     def commit(self, bucket: Bucket, watch: base.Watch) -> None:
         """Raises `ProcessLost` if the connection to an engine ended."""

@@ -179,9 +179,9 @@ class Sender(_End, base.Sender):
     def __init__(self, route: Route, axis: Axis) -> None:
         """Collective over `axis`."""
         self._route, self._axis = route, axis
-        own = open_counters(route, axis.size) if axis.rank == 0 else None
-        path = broadcast_object(own.path if own else "", axis)
-        self._counters = own or open_counters(route, axis.size, path)
+        counters = open_counters(route, axis.size) if axis.rank == 0 else None
+        path = broadcast_object(counters.path if counters else "", axis)
+        self._counters = counters or open_counters(route, axis.size, path)
         self._memories = self._open()
         self._pinned = Pinned(self._counters.memory())
 

@@ -291,13 +291,13 @@ def extract(response: str, *, fence_required: bool = False) -> str | None:
     return ([block for block in blocks if block.language in PYTHON] or blocks)[-1].text
 
 
-def same_output(found: str, expected: str, tolerance: float = 0.0) -> bool:
+def same_output(output: str, expected: str, tolerance: float = 0.0) -> bool:
     """Whether two outputs (text) are equal but for ASCII spaces at the ends of lines, empty lines
     at the end, and the way in which numbers are written (`2.50` equals `2.5`; whole numbers with
     leading zeros are compared as text). `tolerance`: difference allowed for numbers with a decimal
     point or exponent, relative to the expected number, or absolute where that is below 1.
     """
-    ours, theirs = _kept_lines(found), _kept_lines(expected)
+    ours, theirs = _kept_lines(output), _kept_lines(expected)
     return len(ours) == len(theirs) and all(
         line == other or _same_line(line, other, tolerance)
         for line, other in zip(ours, theirs, strict=True)
@@ -308,8 +308,8 @@ def _kept_lines(text: str) -> list[str]:
     return [line.rstrip(SPACES) for line in text.rstrip(SPACES + "\n").split("\n")]
 
 
-def _same_line(found: str, expected: str, tolerance: float) -> bool:
-    ours, theirs = (SPACE.split(line) for line in (found, expected))
+def _same_line(output: str, expected: str, tolerance: float) -> bool:
+    ours, theirs = (SPACE.split(line) for line in (output, expected))
     if all(map(NUMBER.fullmatch, filter(None, [*ours[::2], *theirs[::2]]))):
         ours, theirs = (list(filter(None, line[::2])) for line in (ours, theirs))
     return len(ours) == len(theirs) and all(
@@ -318,19 +318,19 @@ def _same_line(found: str, expected: str, tolerance: float) -> bool:
     )
 
 
-def _same_number(found: str, expected: str, tolerance: float) -> bool:
-    if not (NUMBER.fullmatch(found) and NUMBER.fullmatch(expected)):
+def _same_number(text: str, expected: str, tolerance: float) -> bool:
+    if not (NUMBER.fullmatch(text) and NUMBER.fullmatch(expected)):
         return False
-    if LEADING_ZERO.fullmatch(found) or LEADING_ZERO.fullmatch(expected):
+    if LEADING_ZERO.fullmatch(text) or LEADING_ZERO.fullmatch(expected):
         return False  # digits of another base, or a code
-    if Decimal(found) == Decimal(expected):
+    if Decimal(text) == Decimal(expected):
         return True
-    is_whole = not set(found + expected) & set(".eE")
-    return not is_whole and _close(float(found), float(expected), tolerance)
+    is_whole = not set(text + expected) & set(".eE")
+    return not is_whole and _close(float(text), float(expected), tolerance)
 
 
-def _close(found: float, expected: float, tolerance: float) -> bool:
-    return abs(found - expected) <= tolerance * max(1.0, abs(expected)) < math.inf
+def _close(value: float, expected: float, tolerance: float) -> bool:
+    return abs(value - expected) <= tolerance * max(1.0, abs(expected)) < math.inf
 
 
 def as_json(value: Any) -> Any:
@@ -365,20 +365,20 @@ def same_value(found: Any, expected: Any, tolerance: float = 0.0, *, wrapped: bo
     return is_wrapped and same_json(value, expected[0], tolerance)
 
 
-def same_json(found: Any, expected: Any, tolerance: float = 0.0) -> bool:
+def same_json(value: Any, expected: Any, tolerance: float = 0.0) -> bool:
     """Whether two JSON values are equal, true not being 1. `tolerance`: difference allowed for
     floats, relative to the expected number, or absolute where that is below 1.
     """
-    if isinstance(expected, bool) != isinstance(found, bool):
+    if isinstance(expected, bool) != isinstance(value, bool):
         return False
-    if isinstance(expected, float) and isinstance(found, int | float):
-        return found == expected or _close(float(found), expected, tolerance)
-    if isinstance(expected, list) and isinstance(found, list):
-        return len(found) == len(expected) and all(
-            same_json(item, other, tolerance) for item, other in zip(found, expected, strict=True)
+    if isinstance(expected, float) and isinstance(value, int | float):
+        return value == expected or _close(float(value), expected, tolerance)
+    if isinstance(expected, list) and isinstance(value, list):
+        return len(value) == len(expected) and all(
+            same_json(item, other, tolerance) for item, other in zip(value, expected, strict=True)
         )
-    if isinstance(expected, dict) and isinstance(found, dict):
-        return found.keys() == expected.keys() and all(
-            same_json(found[key], expected[key], tolerance) for key in expected
+    if isinstance(expected, dict) and isinstance(value, dict):
+        return value.keys() == expected.keys() and all(
+            same_json(value[key], expected[key], tolerance) for key in expected
         )
-    return bool(found == expected)
+    return bool(value == expected)

@@ -156,11 +156,11 @@ def call(
         return json.dumps({"raised": type(error).__name__, "text": str(error)[:1000]})
 
 
-def _end_forks(own: int) -> None:
-    """End this process if the program has forked it from `own`, and its code came back, or raised:
+def _end_forks(pid: int) -> None:
+    """End this process if the program has forked it from `pid`, and its code came back, or raised:
     it would reply a second time, and read the requests to the other.
     """
-    if os.getpid() != own:
+    if os.getpid() != pid:
         os._exit(0)
 
 
@@ -171,13 +171,13 @@ def main(path: str) -> None:
     """
     builtins.exit = builtins.quit = sys.exit
     requests, replies = os.fdopen(3, "rb"), os.fdopen(4, "wb")
-    own = os.getpid()
+    pid = os.getpid()
     names, failed = load_program(path)
-    _end_forks(own)
+    _end_forks(pid)
     kept: list[Any] = []
     for line in requests:
         reply = call(names, json.loads(line), kept, failed)
-        _end_forks(own)
+        _end_forks(pid)
         replies.write(reply.encode() + b"\n")
         replies.flush()
 

@@ -453,7 +453,7 @@ def _removed_blocks() -> int:
         with contextlib.suppress(OSError):
             for link in os.listdir(f"/proc/{process}/fd"):
                 with contextlib.suppress(OSError):
-                    about = os.stat(f"/proc/{process}/fd/{link}")
-                    if stat.S_ISREG(about.st_mode) and about.st_nlink == 0:
-                        blocks[about.st_dev, about.st_ino] = about.st_blocks
+                    status = os.stat(f"/proc/{process}/fd/{link}")
+                    if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
+                        blocks[status.st_dev, status.st_ino] = status.st_blocks
     return sum(blocks.values())
