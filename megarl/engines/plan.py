@@ -145,7 +145,7 @@ def check_engine_kind(
     missing = [name for name in methods if not iscoroutinefunction(getattr(engine, name, None))]
     require(
         not missing,
-        f"rollout.engine.kind {kind}: it has no `async def {' and no '.join(missing)}`; add them"
+        f"rollout.engine.kind {kind} lacks the async methods {', '.join(missing)}; add them"
         " (docs/howto/own_engine.md)",
     )
     require(

@@ -190,17 +190,18 @@ class EngineManager:
                 self._say(f"megarl: {problem}; {fate}")
                 self._replaced += 1
                 if self._is_published and not self._is_publishing:
-                    self._check_weights()
+                    self._check_weights(problem)
                 await self._may_start.wait()
                 engine.handle, engine.state = self._starts.make_actor(engine.number), "starting"
         except Exception as error:
             self.failure = self.failure or str(error) or repr(error)
             await self._fail(self.failure)
 
-    def _check_weights(self) -> None:
-        """Raise `ProcessLost` if no engine has weights."""
+    def _check_weights(self, problem: str) -> None:
+        """Raise `ProcessLost` if no engine has weights; `problem` says why the last one was lost."""
         if not any(engine.has_weights for engine in self.engines):
-            self.failure = self.failure or f"no engine is left that has weights; {GOES_ON}"
+            left = f"no engine is left that has weights{problem and f' ({problem})'}; {GOES_ON}"
+            self.failure = self.failure or left
             raise ProcessLost(self.failure)
 
     async def _start(self, engine: ManagedEngine) -> str:
@@ -335,7 +336,7 @@ class EngineManager:
             if engine.handle is handle and engine.state == "ready" and not engine.has_weights:
                 engine.has_weights = True
                 self._use(number, handle)
-        self._check_weights()
+        self._check_weights("")
         return self._replaced, self._preemptions
 
     async def call(

@@ -21,6 +21,7 @@ DEATHS = (RayActorError, OutOfMemoryError)
 ENGINE_DEAD = "EngineDeadError"
 """vLLM's exception for a dead process, by name: vLLM is not imported where Ray is called."""
 
+COLOUR = re.compile(r"\x1b\[[\d;]*m")
 NODE = re.compile(r"\(IP: ([^,]+),.*?was ([\d.]+)GB used / ([\d.]+)GB limit")
 THRESHOLD = re.compile(r"exceeded threshold of (\d+)B")
 PROCESS = re.compile(r"^(\d+)\t([\d.]+)\t(.+)$", re.MULTILINE)
@@ -37,7 +38,9 @@ def why_dead(error: BaseException) -> str:
     """
     node = NODE.search(str(error))
     if node is None or not isinstance(error, OutOfMemoryError):
-        return (str(error).splitlines() or [repr(error)])[0]
+        lines = COLOUR.sub("", str(error)).splitlines() or [repr(error)]
+        # Of an actor that could not be made, the last line is what its `__init__` raised.
+        return lines[-1] if "in its creation task" in lines[0] else lines[0]
     address, used, total = node[1], float(node[2]), node[3]
     is_here = address == ray.util.get_node_ip_address()
     users, run_gib = list[str](), 0.0

@@ -29,7 +29,7 @@ def test_a_run_on_an_engine_of_a_file(tmp_path: Path) -> None:
 def test_an_engine_without_a_method_is_refused(tmp_path: Path) -> None:
     file, config = tmp_path / "half.py", transformers.Qwen2Config()
     file.write_text("class Half:\n    async def start(self):\n        pass\n")
-    with pytest.raises(ValueError, match=r"half.py:Half: it has no `async def generate and no "):
+    with pytest.raises(ValueError, match=r"half.py:Half lacks the async methods generate, "):
         check_engine_kind(f"{file}:Half", config)
     with pytest.raises(ValueError, match=r"rollout.engine.kind"):
         check_engine_kind(f"{file}:Whole", config)

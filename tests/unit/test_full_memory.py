@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
-from ray.exceptions import OutOfMemoryError
+from ray.exceptions import OutOfMemoryError, RayActorError
 from support.commands import python
 
 from megarl.system.deaths import why_dead
@@ -49,6 +49,14 @@ def test_a_full_memory_is_one_line() -> None:
     assert "end other programs there, or lower rollout.engine.kv_cache_gib" in said
     assert "not visible from here" in why_dead(full(7, 15.0, "203.0.113.9"))
     assert why_dead(OutOfMemoryError("other words\nof Ray")) == "other words"
+
+
+def test_an_actor_that_could_not_be_made_says_why() -> None:
+    text = (
+        "The actor died because of an error raised in its creation task, \x1b[36mray::Engine()"
+        "\x1b[39m\n  File engine.py\nTypeError: unexpected keyword"
+    )
+    assert why_dead(RayActorError(error_msg=text)) == "TypeError: unexpected keyword"
 
 
 KILLED = """

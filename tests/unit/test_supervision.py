@@ -399,7 +399,8 @@ async def test_a_run_whose_last_engine_with_weights_is_lost_ends() -> None:
         run.actors[0].error = DEAD
         while not run.failures:
             await asyncio.sleep(0.005)
-        assert run.failures[0].startswith("no engine is left that has weights; `--resume auto`")
+        assert run.failures[0].startswith("no engine is left that has weights (engine 0 is dead")
+        assert "; `--resume auto`" in run.failures[0]
         with pytest.raises(ProcessLost, match="no engine is left"):
             await run.manager.hold()
 
@@ -498,7 +499,7 @@ async def test_without_an_engine_sleep_and_wake_say_why() -> None:
         while not run.failures:
             await asyncio.sleep(0.005)
         for call in (run.manager.wake, run.manager.sleep):
-            with pytest.raises(ProcessLost, match="no engine is left that has weights; `--resume"):
+            with pytest.raises(ProcessLost, match="no engine is left that has weights .engine 0"):
                 await call(5.0)
 
 
