@@ -198,7 +198,7 @@ class EngineManager:
             await self._fail(self.failure)
 
     def _check_weights(self, problem: str) -> None:
-        """Raise `ProcessLost` if no engine has weights; `problem` says why the last one was lost."""
+        """Raise `ProcessLost` if no engine has weights. `problem`: how the last one was lost."""
         if not any(engine.has_weights for engine in self.engines):
             left = f"no engine is left that has weights{problem and f' ({problem})'}; {GOES_ON}"
             self.failure = self.failure or left
