@@ -80,7 +80,8 @@ fi
 log=$venv/install.log
 begun=$SECONDS
 echo "making the environment in .venv ($device); the log is .venv/install.log" >&2
-[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+# A venv that was made without the package python3-venv has no pip.
+"$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$python" -m venv "$venv"
 # As in a run (megarl/system/process_env.py): another ninja, or another folder, would build the operators again.
 export PATH=$venv/bin:$PATH TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$venv/torch_extensions}
 unset PYTHONDONTWRITEBYTECODE
