@@ -355,6 +355,7 @@ def in_turn(cases: list[dict[str, Any]]) -> list[Any]:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.nightly
 def test_experts_and_biases_resume_under_another_layout(tmp_path: Path) -> None:
     model = write_mixture(tmp_path / "model", "glm4_moe", n_routed_experts=8)
 

@@ -35,7 +35,10 @@ def test_the_run_on_five_gpus_is_planned(tmp_path: Path) -> None:
     assert done.code == 0 and done.out.count("CUDA_VISIBLE_DEVICES=1,2,3,4") == 1, done.out
 
 
-@pytest.mark.parametrize("gpu", [False, pytest.param(True, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "gpu",
+    [pytest.param(False, marks=pytest.mark.nightly), pytest.param(True, marks=pytest.mark.gpu)],
+)
 def test_versions_as_messages_to_two_engines_of_two_ranks(
     tmp_path: Path, gpu: bool, record_property: Any
 ) -> None:
