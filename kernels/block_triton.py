@@ -25,6 +25,7 @@ from megarl.kernels.tiles import (
     head_tiles,
     padded_width,
     section_of,
+    tiles_for,
     tiles_of,
 )
 
@@ -131,7 +132,10 @@ class TritonBlock:
 
     def _tile(self, name: str, q: torch.Tensor) -> Tile:
         usual = self.tiles or tiles_of(q.device, q.dtype, q.shape[2])
-        return (usual | self.others.get(q.shape[2], {}))[name]
+        if self.others.get(q.shape[2]) and usual == tiles_for(227 * 1024, q.dtype, q.shape[2]):
+            is_hopper = q.dtype != torch.float32 and usual != tiles_for(0, q.dtype, q.shape[2])
+            usual = usual | self.others[q.shape[2]] if is_hopper else usual
+        return usual[name]
 
     def _walked(self, tile: Tile, *tensors: torch.Tensor) -> tuple[list[Any], bool]:
         """(kernel arguments for `tensors` [L, H, D], whether they are tensor descriptors)."""

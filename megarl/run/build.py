@@ -361,7 +361,8 @@ def rollout_deadline_s(config: RunConfig, num_held_out: int) -> float:
     per_group = config.rollout.group_size + bool(config.greedy_baseline)
     requests = int((1 + config.rollout.max_staleness) * draws * per_group)
     most, agent = max(requests, num_held_out), config.environment.agent
-    return patience_s(config, most) + agent.longest_s * -(-most // agent.at_once)
+    rounds = -(-most // agent.at_once) if agent.command else 1
+    return rounds * (patience_s(config, most) + agent.longest_s)
 
 
 def step_deadline_s(config: RunConfig, num_held_out: int) -> float:

@@ -578,7 +578,7 @@ def test_programs_at_once_are_limited(codec: Codec) -> None:
     """Two of five in this worker, which has half of `at_once`."""
 
     async def run() -> list[int]:
-        agent: Any = {"command": ["python", "-c", "1"], "at_once": 3}
+        agent: Any = {"command": ["python", "-c", "1"], "at_once": 5}
         kit = AgentKit(EnvironmentConfig(agent=agent, num_workers=2), codec, {})
         kit.markup = TurnMarkup(codec.tokenizer, ())
         running, most = 0, list[int]()

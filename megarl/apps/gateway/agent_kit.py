@@ -79,7 +79,7 @@ class AgentKit:
         self.config, self.settings, self._sources = config, config.agent, sources
         self._codec = codec
         at_once = self.settings.at_once if self.settings.command else sys.maxsize
-        self.slots = asyncio.Semaphore(-(-at_once // config.num_workers))
+        self.slots = asyncio.Semaphore(max(1, at_once // config.num_workers))
         """Programs that this worker may start beside those that run."""
         self.sessions: dict[str, AgentSession] = {}
         """{key of a rollout's calls: its session}"""
