@@ -42,7 +42,7 @@ class TritonBlock:
     """
 
     others: dict[int, Tiles] = {}
-    """{head width: tiles of kernels in place of the usual ones}"""
+    """{head width: tiles in place of those for 16 bit on GPUs with 227 KiB of shared memory}"""
 
     def __init__(self, tiles: Tiles | None = None, descriptors: bool = False) -> None:
         """`tiles`: None for those that suit the device, head width and dtype. `descriptors`:
@@ -131,11 +131,11 @@ class TritonBlock:
         )  # fmt: skip
 
     def _tile(self, name: str, q: torch.Tensor) -> Tile:
-        usual = self.tiles or tiles_of(q.device, q.dtype, q.shape[2])
-        if self.others.get(q.shape[2]) and usual == tiles_for(227 * 1024, q.dtype, q.shape[2]):
-            is_hopper = q.dtype != torch.float32 and usual != tiles_for(0, q.dtype, q.shape[2])
-            usual = usual | self.others[q.shape[2]] if is_hopper else usual
-        return usual[name]
+        width, tiles = q.shape[2], self.tiles or tiles_of(q.device, q.dtype, q.shape[2])
+        # Others fit where the largest tiles for 16 bit do.
+        if tiles == tiles_for(227 * 1024, torch.bfloat16, width):
+            tiles = tiles | self.others.get(width, {})
+        return tiles[name]
 
     def _walked(self, tile: Tile, *tensors: torch.Tensor) -> tuple[list[Any], bool]:
         """(kernel arguments for `tensors` [L, H, D], whether they are tensor descriptors)."""

@@ -272,11 +272,13 @@ ENGINE_SETTINGS = (
     *("model", "rollout.engine", "rollout.num_engines", "rollout.placement", "rollout.sampling"),
     *("rollout.stop", "training.lora"),
 )
-"""What says which engines a run has."""
+"""Sections and settings on which a run's engines depend."""
 
 
 def _engine_settings(config: RunConfig) -> dict[str, object]:
-    """Also "prompts.template" and "the most tokens of a sequence", which several keys decide."""
+    """{setting: value} of all that decides which engines a run needs: `ENGINE_SETTINGS`, and two
+    that depend on several settings, "prompts.template" and "the most tokens of a sequence".
+    """
     values = {
         name: value
         for name, value in leaves(config.model_dump(mode="json"))

@@ -212,8 +212,9 @@ class Checkpoints:
             return self._scores
 
     def take_times(self) -> dict[str, float]:
-        """Metrics since the last call: "time/checkpoint_copy_s", for which the newest save has held
-        up training, and "time/checkpoint_written_s", from the copy until it was on the disk.
+        """Metrics of saves since the last call, in seconds: "time/checkpoint_copy_s", how long
+        training waited for the copy, and "time/checkpoint_written_s", from then until it was on
+        the disk.
         """
         times, self._times = self._times, {}
         return times

@@ -123,7 +123,9 @@ class EngineClient:
     def score(
         self, token_ids: list[int], *, timeout_s: float, adapted: bool = True
     ) -> list[list[float]]:
-        """[engine][token] log-probs of `token_ids[1:]` at temperature 1. Raises `ProcessLost`."""
+        """[engine][token] log-probs at temperature 1 of each of `token_ids` but the first, given
+        those before it. `adapted`: with the LoRA adapter. Raises `ProcessLost`.
+        """
         asked = [(token_ids, adapted)] * len(self.members)
         return self._call("score", asked, timeout_s).result(timeout_s=timeout_s)
 
@@ -141,7 +143,9 @@ class EngineClient:
         self.hold(numbers)
 
     def admit(self) -> int:
-        """Members have the weights and may serve. Returns the number of replacements so far."""
+        """Let the engines that have the new weights answer requests. Returns how many engines were
+        replaced so far.
+        """
         replaced, self.preemptions = self.ask("admit")
         return replaced
 

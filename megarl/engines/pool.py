@@ -200,8 +200,8 @@ class EngineManager:
     def _check_weights(self, problem: str) -> None:
         """Raise `ProcessLost` if no engine has weights. `problem`: how the last one was lost."""
         if not any(engine.has_weights for engine in self.engines):
-            left = f"no engine is left that has weights{problem and f' ({problem})'}; {GOES_ON}"
-            self.failure = self.failure or left
+            cause = f" ({problem})" if problem else ""
+            self.failure = self.failure or f"no engine is left that has weights{cause}; {GOES_ON}"
             raise ProcessLost(self.failure)
 
     async def _start(self, engine: ManagedEngine) -> str:

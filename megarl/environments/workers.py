@@ -166,7 +166,9 @@ class Worker:
         return used
 
     def lose(self, failure: Failure, how: str, *, by_itself: bool = False) -> None:
-        """Give up this process: its requests get `lost`, and it is killed in the background."""
+        """Stop using this process: open and later requests get the reply `self.lost`, and it is
+        killed in the background. `failure`, `how`: for that reply. `by_itself`: whether it died.
+        """
         if self.lost is None:
             calls = len(self.waiting)
             self.lost = {"failure": failure, "lost": how, "by_itself": by_itself, "calls": calls}

@@ -196,8 +196,8 @@ def engine_table(config: RunConfig, hf: PretrainedConfig) -> list[ParameterSpec]
 
 
 def check_shared_prompts(config: RunConfig, longest: int) -> None:
-    """Raise `ValueError` if `training.share_prefix` is "on" and a prompt fills a packed sequence:
-    each response would be computed with the whole prompt.
+    """Raise `ValueError` if `training.share_prefix` is "on" and a prompt of `longest` tokens fills
+    a packed sequence, so that no response shares it; warn if only one response fits beside it.
     """
     budget = config.training.micro_batch_tokens * config.training.layout.sequence
     response, is_on = config.rollout.max_new_tokens, config.training.share_prefix == "on"

@@ -44,8 +44,8 @@ class AgentConfig(Config):
     at_once: Annotated[int, Range(1, 65536), Of("command", fix="set environment.agent.command")] = (
         256
     )
-    """Most programs that run at the same time, divided over `environment.num_workers`, each
-    of which may run one; other rollouts wait."""
+    """Most programs that run at the same time; other rollouts wait. Each of the
+    `environment.num_workers` processes runs an equal share of them, at least one."""
     context_tokens: Annotated[int, Range(0, MOST_TOKENS)] = 0
     """Longest conversation in tokens; a call beyond is refused. 0, and at most:
     `rollout.max_new_tokens`."""

@@ -138,7 +138,9 @@ def test_attention_with_a_soft_cap(cap: float, width: int, dtype: torch.dtype) -
 def test_attention_with_another_backward(name: str, width: int) -> None:
     from megarl.kernels import block_triton
 
-    block = getattr(block_triton, name)()
+    block, q = getattr(block_triton, name)(), torch.zeros(1, 1, width, dtype=torch.float16)
+    assert block._tile("grad_keys", q) != triton_block(None)._tile("grad_keys", q)
+    assert block._tile("grad_keys", q.float()) == triton_block(None)._tile("grad_keys", q.float())
     compare(LAYOUTS["zigzag"], 1, (2, 1), width, torch.float16, block, DEVICE)
 
 

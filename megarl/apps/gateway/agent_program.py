@@ -137,14 +137,14 @@ async def run_agent_program(
         temporary.mkdir()
         fields = {"prompt": prompt.text} | {name: prompt.fields.get(name) for name in columns}
         (folder / "prompt.json").write_text(json.dumps(fields, default=str))
-        gateway = {
+        environment = {
             "MEGARL_PROMPT": str(folder / "prompt.json"),
             "HOME": str(work),
             "PWD": str(work),  # opencode 1.18 works in the folder that this names
             "TMPDIR": str(temporary),
         }
         if scores:
-            gateway["MEGARL_RESULT"] = str(folder / "result.json")
+            environment["MEGARL_RESULT"] = str(folder / "result.json")
         words = [word.replace("{prompt}", prompt.text) for word in command]
         unseen = [f"{folder.parent / FOLDER}*", *map(os.path.realpath, hidden)]
         if MARK in os.environ:  # folders of later rollouts, and sockets of the run
@@ -156,7 +156,7 @@ async def run_agent_program(
             process = subprocess.Popen(
                 [*starter, str(folder), *words],
                 cwd=work,
-                env=dict(os.environ) | gateway | dict(variables),
+                env=dict(os.environ) | environment | dict(variables),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=errors,

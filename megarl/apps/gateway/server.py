@@ -275,7 +275,7 @@ class Gateway:
             raise ApiError(str(error), param="messages") from None
 
     def _session(self, request: Request) -> OpenRollout:
-        """The session whose key the request has."""
+        """The running rollout to which the request's API key belongs. Raises `ApiError` (401)."""
         for name in ("x-api-key", "authorization"):
             token = request.headers.get(name, "").removeprefix("Bearer ").strip()
             if (session := self._kit.sessions.get(token)) is not None:

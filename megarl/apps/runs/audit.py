@@ -196,9 +196,9 @@ class Audit:
             case Trained():
                 self._train(event)
             case Published(version, receipts):
-                problem = f"version {version} is published"
-                self._check(version == self.done, f"{problem}, but {self.done} steps are trained")
-                self._check(version not in self.receipts, f"{problem} twice")
+                subject = f"version {version} is published"
+                self._check(version == self.done, f"{subject}, but {self.done} steps are trained")
+                self._check(version not in self.receipts, f"{subject} twice")
                 self.receipts[version] = receipts
             case Ended(step):
                 problem = f"the run ended after {step} steps, {self.done} are trained"

@@ -172,9 +172,9 @@ def duration(seconds: float) -> str:
 
 
 def owner_state(run: Path, owner: Record) -> str:
-    """Whether the process that owns the run folder `run` lives: "alive", "ended" (regularly: it
-    gave the folder up), "gone" (it was killed) or "on HOST, not visible from here". `owner`: what
-    the folder says of it.
+    """State of the process that owns the run folder `run`: "alive", "ended" (it released the
+    folder), "gone" (killed) or "on HOST, not visible from here". `owner`: the folder's record of
+    that process.
     """
     if owner.state == ENDED:
         return "ended"

@@ -220,12 +220,12 @@ def is_answer(answer: Node, gold: Node, whole: Node, question: str) -> bool:
     rational = exact_value(gold) is not None
     if is_unfinished(answer, rational=rational):
         return is_unfinished(gold, rational=rational)
-    left = to_simplify(answer) or []
+    unreduced = to_simplify(answer) or []
     if to_simplify(gold):
-        left = []
+        unreduced = []
     wholes = [x for x in (answer, whole) if key(x) != key(gold) and exact_value(x) is None]
-    left += [node for node in wholes if node.type != "relation" or not _is_name(node.items[0])]
-    if not left or not question:
+    unreduced += [node for node in wholes if node.type != "relation" or not _is_name(node.items[0])]
+    if not unreduced or not question:
         return True
     copied = {
         key(node)
@@ -233,7 +233,7 @@ def is_answer(answer: Node, gold: Node, whole: Node, question: str) -> bool:
         if (tree := parse_expression(expression(run[0]))) is not None
         for node in tree.nodes()
     }
-    return copied.isdisjoint(key(node) for node in left)
+    return copied.isdisjoint(key(node) for node in unreduced)
 
 
 def final_expression(text: str) -> str | None:

@@ -310,10 +310,15 @@ def _matched(first: Sequence[Node], second: Sequence[Node], *, rounded: bool) ->
 
 
 def _in_proportion(first: Node, second: Node) -> bool:
-    values = [[exact_value(item) for item in node.items] for node in (first, second)]
-    if any(not value for row in values for value in row) or len(values[0]) != len(values[1]):
+    if len(first.items) != len(second.items):
         return False
-    return len({item / other for item, other in zip(*values, strict=True)}) == 1  # type: ignore[operator]
+    ratios = set[Fraction]()
+    for item, other in zip(first.items, second.items, strict=True):
+        numerator, denominator = exact_value(item), exact_value(other)
+        if not (numerator and denominator):
+            return False
+        ratios.add(numerator / denominator)
+    return len(ratios) == 1
 
 
 INFINITE = Node("name", text="\\infty")
