@@ -178,7 +178,7 @@ def take(folder: Path, *, patience_s: float) -> Lease:
             undo.pop_all()
     if not has_ended:
         last = before or "another run"
-        say(f"megarl: folder {folder} is taken over from {last}, which has ended without a word")
+        say(f"megarl: folder {folder} is taken over from {last}, which ended without releasing it")
     return Lease(Claim(folder.absolute(), record.run), descriptor, record)
 
 

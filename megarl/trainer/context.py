@@ -314,6 +314,8 @@ class RunContext:
             return None
         progress = checkpoints.load(chosen)
         layout = written_under(self.inputs.layout, self.config.training)
+        if self.is_main:
+            console.say(f"the run resumes after step {progress.step}, from {chosen}")
         if self.is_main and progress.layout != layout:
             console.say(f"{chosen} was written under {progress.layout}; it goes on under {layout}")
         return progress

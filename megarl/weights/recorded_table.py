@@ -92,7 +92,7 @@ def _recorded(path: str, tensor: int, on_cpu: bool) -> str:
         except subprocess.TimeoutExpired as late:
             text, problem = "", f"vLLM's loader takes more than {late.timeout:g} s"
         except (IndexError, ValueError):
-            lines = done.stderr.strip().splitlines() or ["vLLM ended without a word"]
+            lines = done.stderr.strip().splitlines() or ["vLLM ended without a message"]
             text, problem = "", lines[-1]
     if isinstance(problem, str):
         smaller = ", or rollout.engine.tensor to a divisor" if tensor > 1 else ""
