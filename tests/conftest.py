@@ -16,6 +16,11 @@ prepare_environment(1)  # before a test imports Ray, which reads its settings th
 pytest.register_assert_rewrite("support")  # failed asserts of helpers show their values as well
 
 
+NOT_FAST = set((Path(__file__).parent / "not_fast.txt").read_text().split())
+"""Files, and tests as FILE::NAME, that take seconds: `tests/run.sh fast` leaves them out."""
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that need a GPU are skipped, and say so, where there is none. Files with slow tests come
     first, or one process would be left with them at the end.
@@ -24,6 +29,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+    for item in items:
+        if NOT_FAST & {item.nodeid.partition("::")[0], item.nodeid.partition("[")[0]}:
+            item.add_marker(pytest.mark.not_fast)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

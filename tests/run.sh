@@ -3,7 +3,7 @@
 #   bash tests/run.sh                         what a change can break
 #   bash tests/run.sh nightly                 the rest, marked `nightly`: chaos, Slurm, fuzz, browsers, tutorials,
 #                                             published agents, whole matrices; no style
-#   bash tests/run.sh fast                    as the first, without tests that start an engine (vLLM, Ray) or are slow
+#   bash tests/run.sh fast                    as the first, without tests that take seconds
 #   bash tests/run.sh tests/unit -k window    these arguments go to pytest; no style
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -34,8 +34,9 @@ case ${1:-} in
     shift
     style
     # Of the tests on ranks those that send messages; those that train models under many layouts take minutes.
+    # tests/not_fast.txt names what else takes seconds, by --durations=0.
     # shellcheck disable=SC2086
-    exec python -m pytest $three_at_a_time --durations=15 -m "not engine and not slow and not nightly" "$@" \
+    exec python -m pytest $three_at_a_time --durations=15 -m "not engine and not slow and not not_fast and not nightly" "$@" \
       tests/unit tests/distributed/test_exchange.py
     ;;
   *) exec python -m pytest "$@" ;;

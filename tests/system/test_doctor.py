@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -113,6 +114,15 @@ def test_a_process_out_of_time_ends_with_all_it_started(monkeypatch: pytest.Monk
     assert time.monotonic() - started_at < 60
     time.sleep(0.2)
     assert not running(psutil.pids(), mark)
+
+
+def test_files_in_the_temporary_folder_shadow_no_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PLAIN, "1")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "attrs.py").write_text("raise SystemExit('shadowed')\n")
+    assert run_program([sys.executable, "-c", "import attrs"]).code == 0
 
 
 def test_versions_are_read_from_the_pinned_lists(

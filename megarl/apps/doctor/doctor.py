@@ -77,12 +77,13 @@ class ProgramOutcome(NamedTuple):
 
 
 def run_program(command: list[str], *, within_s: float = PROCESS_WITHIN_S) -> ProgramOutcome:
-    """Run `command` (no shell) in the system's temporary folder for at most `within_s` seconds,
-    then kill it with all that it started. Never raises; the exit status of a program that cannot be
-    started is 1.
+    """Run `command` (no shell) in an empty folder, where no file shadows a package, for at most
+    `within_s` seconds, then kill it with all that it started. Never raises; the exit status of a
+    program that cannot be started is 1.
     """
+    empty = tempfile.TemporaryDirectory(prefix="megarl-doctor-", ignore_cleanup_errors=True)
     # Files and not pipes, which a process that is left would keep open.
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+    with empty as folder, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         try:
             process = psutil.Popen(
                 command,
@@ -90,7 +91,7 @@ def run_program(command: list[str], *, within_s: float = PROCESS_WITHIN_S) -> Pr
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
-                cwd=tempfile.gettempdir(),  # no file of the user shadows a package
+                cwd=folder,
             )
         except OSError as error:
             return ProgramOutcome(1, "", str(error))
