@@ -89,6 +89,20 @@ def test_every_test_of_a_gpu_belongs_to_a_step() -> None:
 
 
 @pytest.mark.nightly
+def test_each_step_of_tests_selects_some() -> None:
+    commands = [command for one in STEPS for command in (one.command, one.rehearsal)]
+    options = [command[3:] for command in commands if "pytest" in command[:3]]
+    assert len(options) >= 20
+    code = (
+        f"import pytest\nfor options in {options!r}:\n"
+        "    code = pytest.main([*options, '-q', '-p', 'no:cacheprovider', '--collect-only'])\n"
+        "    assert code == 0, options"
+    )
+    done = python("-c", code)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+@pytest.mark.nightly
 def test_steps_of_kernels_need_neither_engines_nor_deepspeed() -> None:
     """Their tests are collected, and their benches imported, where these packages are missing."""
     absent = ("deepspeed", "vllm", "ray", "flash_attn")
