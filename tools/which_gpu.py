@@ -21,7 +21,7 @@ from megarl.trainer.memory import SizedParameter, engine_memory, role_memory, si
 from megarl.trainer.working_memory import BUCKET_ELEMENTS, kept_memory
 
 GIB = 2**30
-GPU_BYTES = {24: 24e9, 80: 80e9, 141: 141e9}
+GPU_BYTES = {16: 16e9, 24: 24e9, 80: 80e9, 141: 141e9}
 """{name of a GPU by its memory: bytes}"""
 NUM_GPUS = (1, 2, 8, 32)
 MODELS = {

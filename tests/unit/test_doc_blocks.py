@@ -48,7 +48,8 @@ UTILITIES = {"cat", "curl", "fold", "grep", "head", "mkdir", "openssl", "sleep",
 """Programs that every Linux has."""
 NETWORK, SLURM, GPU = r"((the|no) network|a package index)", "Slurm", ".*GPU"
 NEEDS = dict.fromkeys(("apt-get", "git", "hf", "pip", "uv"), NETWORK)
-NEEDS |= {"sbatch": SLURM, "podman": "podman"}
+NEEDS |= {"sbatch": SLURM, "srun": SLURM, "podman": "podman"}
+NEEDS |= {"apptainer": "Apptainer", "enroot": "enroot"}
 """{program: what it needs}"""
 STARTS_NOTHING = {"--check", "--cpu", "--dry-run", "--print-config"}
 RECORDER = r"""
