@@ -16,14 +16,17 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megarl.data.source import PromptList
+from megarl.engines.remote import RemoteEngine
+from megarl.environments.scoring import Environment
 from megarl.environments.user_code import function_of
 from megarl.ledger.events import Carried, Dispatched, Published, Started
 from megarl.ledger.recorder import EQUAL_REWARDS, NO_VERDICTS, Recorder
-from megarl.rollout.attempts import Attempts, EnvironmentHandle, PromptSource
+from megarl.rollout.attempts import Attempts
 from megarl.rollout.batch import SharePlan, StepGroups
 from megarl.rollout.dispatch.policy_table import POLICIES, limits_of
 from megarl.rollout.evaluation import Evaluated, answers, evaluate_problems, failure_warning
-from megarl.rollout.requests import EngineHandle, EnginePool
+from megarl.rollout.requests import EnginePool
 from megarl.rollout.transcripts import group_records
 from megarl.rollout.waits import Waits
 from megarl.settings.objectives import TruncatedName
@@ -120,9 +123,9 @@ class RolloutService:
         *,
         config: RolloutConfig,
         seed: int,
-        prompts: PromptSource,
-        engines: Sequence[EngineHandle],
-        environment: EnvironmentHandle,
+        prompts: PromptList,
+        engines: Sequence[RemoteEngine],
+        environment: Environment,
         num_data_ranks: int,
         deal: Callable[..., StepGroups],
         last_step: int,

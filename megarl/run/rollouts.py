@@ -21,7 +21,6 @@ from transformers import PretrainedConfig
 
 from megarl.checkpoints.group_files import read_groups
 from megarl.checkpoints.progress import read_progress
-from megarl.engines.client import EngineClient
 from megarl.engines.pool import EngineStarts
 from megarl.environments.codec import Codec
 from megarl.environments.scoring import client_token
@@ -45,6 +44,7 @@ from megarl.trainer.model_config import load_model_config, longest_sequence
 from megarl.trainer.prefixes import must_save
 from megarl.trainer.threads import engine_threads
 from megarl.types import START, Group, expert_dtype
+from megarl.weights.engine_client import EngineClient
 
 
 @dataclass
@@ -282,4 +282,4 @@ def start_service(
             recording=recording,
         )
     )
-    return EngineClient(service, engines)
+    return EngineClient(service, engines.timeout_s)
