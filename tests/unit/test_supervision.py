@@ -208,7 +208,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
         made.asked.append(made.now)
         return made.silent()
 
-    def wait(references: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+    def wait(
+        references: list[Any], num_returns: int, timeout: float
+    ) -> tuple[list[Any], list[Any]]:
         made.now += timeout
         return (references, []) if made.now > made.answers_s else ([], references)
 
@@ -674,7 +676,7 @@ def test_a_service_that_a_signal_has_ended_is_no_error(
     }
     service = SimpleNamespace(**calls)
     monkeypatch.setattr(rollout_client.ray, "get_actor", lambda name: service)
-    monkeypatch.setattr(rollout_client.ray, "wait", lambda found, timeout: (found, []))
+    monkeypatch.setattr(rollout_client.ray, "wait", lambda found, **_: (found, []))
     monkeypatch.setattr(rollout_client, "ask", dead)
     monkeypatch.setattr(rollout_client, "ask_service", dead)
     client = rollout_client.RolloutClient(0, silence_s=1.0)
