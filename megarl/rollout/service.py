@@ -29,8 +29,7 @@ from megarl.rollout.evaluation import Evaluated, answers, evaluate_problems, fai
 from megarl.rollout.requests import EnginePool
 from megarl.rollout.transcripts import group_records
 from megarl.rollout.waits import Waits
-from megarl.settings.objectives import TruncatedName
-from megarl.settings.rollout import RolloutConfig
+from megarl.settings.config import RunConfig
 from megarl.types import START, Cursor, Group, Prompt, Rollout
 
 
@@ -121,49 +120,41 @@ class RolloutService:
     def __init__(
         self,
         *,
-        config: RolloutConfig,
-        seed: int,
+        config: RunConfig,
         prompts: PromptList,
         engines: Sequence[RemoteEngine],
         environment: Environment,
         num_data_ranks: int,
         deal: Callable[..., StepGroups],
-        last_step: int,
         held_out: Sequence[Prompt] = (),
         cursor: Cursor = START,
         first_step: int = 0,
         carried: Sequence[Group] = (),
-        group_filter: str = "differing",
-        greedy_baseline: bool = False,
-        truncated: TruncatedName = "train",
-        max_turns: int = 0,
         max_together: int = 0,
-        max_failure_share: float = 1.0,
         ledger: Recorder | None = None,
         keep: Callable[[Group], Awaitable[Group]] | None = None,
     ) -> None:
         """`deal`: `megarl.rollout.batch.shares` with the run's settings. `held_out`: problems of
         evaluations. `first_step`: earlier ones have used the groups of `cursor`. `carried`:
-        finished groups of the checkpoint, ascending. `group_filter`: from `FILTERS`, or
-        file.py:function. `greedy_baseline`: each group has a greedy response. `max_together`,
-        `max_turns`, `max_failure_share`: as in `Attempts`. `keep`: moves a finished group's
-        token arrays to where ranks read them. Raises `ValueError` for a carried group that is
-        used.
+        finished groups of the checkpoint, ascending. `max_together`: as in `Attempts`. `keep`:
+        moves a finished group's token arrays to where ranks read them. Raises `ValueError` for a
+        carried group that is used.
         """
         refuse_used(carried, cursor)
-        self._greedy_baseline, self._deal, self._held_out = greedy_baseline, deal, held_out
-        self.config, self.prompts, self.environment = config, prompts, environment
-        self.num_data_ranks = num_data_ranks
-        kept = group_filter if config.dynamic_sampling.enabled else "all"
+        rollout = config.rollout
+        self._greedy_baseline, self._deal = config.greedy_baseline, deal
+        self.config, self.prompts, self.environment = rollout, prompts, environment
+        self.num_data_ranks, self._held_out = num_data_ranks, held_out
+        kept = config.group_filter if rollout.dynamic_sampling.enabled else "all"
         self._filter = function_of(kept, FILTERS, "rollout.filter")
         self._reason = EQUAL_REWARDS if kept == "differing" else "rollout.filter"
-        self.limits = limits_of(config, rejects=kept != "all", last_step=last_step)
-        self.window = POLICIES[config.dispatch].restore(self.limits, cursor, first_step)
-        self.engines = EnginePool(engines, config)
+        self.limits = limits_of(rollout, rejects=kept != "all", last_step=config.steps - 1)
+        self.window = POLICIES[rollout.dispatch].restore(self.limits, cursor, first_step)
+        self.engines = EnginePool(engines, rollout)
         self._attempts = Attempts(
-            *(self.engines, environment, seed, config.max_new_tokens, max_turns, max_together),
-            max_failure_share,
-            penalises_cut_off=truncated == "penalise",
+            *(self.engines, environment, config.seed, rollout.max_new_tokens),
+            *(config.environment.max_turns, max_together, config.environment.max_failure_share),
+            penalises_cut_off=config.algorithm.truncated == "penalise",
         )
         self._waits = Waits()
         self.ledger, self._keep = ledger or Recorder(), keep

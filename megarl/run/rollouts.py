@@ -235,22 +235,15 @@ def start_service(
         config.training.micro_batch_tokens * inputs.layout.sequence,
     )
     known: dict[str, Any] = dict(
-        config=config.rollout,
-        seed=config.seed,
+        config=config,
         prompts=inputs.prompts,
         num_data_ranks=inputs.layout.data,
         deal=deal,
-        last_step=config.steps - 1,
         held_out=list(inputs.held_out or ()),
         cursor=cursor,
         first_step=step,
         carried=carried,
-        group_filter=config.group_filter,
-        greedy_baseline=config.greedy_baseline,
-        truncated=config.algorithm.truncated,
-        max_turns=config.environment.max_turns,
         max_together=environment.agent.rollout_tokens,
-        max_failure_share=config.environment.max_failure_share,
     )
     codec = Codec.of(
         inputs.tokenizer,

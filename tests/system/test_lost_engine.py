@@ -144,6 +144,9 @@ from megarl.rollout.ray_cluster import Cluster, started_processes
 from megarl.rollout.service_process import ServiceActor
 from megarl.settings.rollout import RolloutConfig
 from megarl.weights.engine_client import EngineClient
+from support.rollouts import run_settings
+
+CONFIG = run_settings(RolloutConfig(groups_per_step=1, max_new_tokens=1))
 
 class Environment:
     async def start(self): pass
@@ -155,9 +158,8 @@ class Engine:
 
 def arguments(starts=None):
     "Of a service that makes nothing."
-    config = RolloutConfig(groups_per_step=1, max_new_tokens=1)
-    return dict(config=config, seed=0, prompts=None, engines=[], environment=Environment(),
-                num_data_ranks=1, deal=None, last_step=1, starts=starts)
+    return dict(config=CONFIG, prompts=None, engines=[], environment=Environment(),
+                num_data_ranks=1, deal=None, starts=starts)
 
 def processes(title):
     lines = {one[1]: psutil.Process(one[1]).cmdline() for one in started_processes()}
