@@ -137,6 +137,7 @@ def test_a_raylet_that_hangs_does_not_keep_the_run_from_ending() -> None:
 
 SERVICE_DIES = """
 import asyncio, contextlib, os, signal, time
+from types import SimpleNamespace
 import psutil, ray
 from megarl.engines.pool import EngineStarts
 from megarl.system.process_env import own_cluster_token
@@ -144,9 +145,12 @@ from megarl.rollout.ray_cluster import Cluster, started_processes
 from megarl.rollout.service_process import ServiceActor
 from megarl.settings.rollout import RolloutConfig
 from megarl.weights.engine_client import EngineClient
-from support.rollouts import run_settings
 
-CONFIG = run_settings(RolloutConfig(groups_per_step=1, max_new_tokens=1))
+CONFIG = SimpleNamespace(
+    rollout=RolloutConfig(groups_per_step=1, max_new_tokens=1), seed=0, steps=2,
+    group_filter="all", greedy_baseline=False, algorithm=SimpleNamespace(truncated="train"),
+    environment=SimpleNamespace(max_turns=0, max_failure_share=1.0),
+)
 
 class Environment:
     async def start(self): pass
