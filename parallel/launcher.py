@@ -106,10 +106,7 @@ def free_port() -> int:
     others meanwhile. The port is therefore drawn below that range; the kernel chooses one after
     `ATTEMPTS` draws.
     """
-    try:
-        below = int(KERNELS.read_text().split()[0])
-    except (OSError, ValueError, IndexError):  # not Linux
-        below = 2**15
+    below = int(KERNELS.read_text().split()[0])
     draw = random.Random()  # not the shared generator: a seeded one would repeat in each process
     for _ in range(ATTEMPTS if below > FIRST else 0):
         port = draw.randrange(FIRST, below)

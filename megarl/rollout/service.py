@@ -93,20 +93,6 @@ def by_version(groups: Collection[Group]) -> list[tuple[int, Group]]:
     return sorted(pairs, key=lambda pair: (pair[0], pair[1].ordinal))
 
 
-def refuse_used(groups: Collection[Group], cursor: Cursor) -> None:
-    """Raise `ValueError` if a checkpoint's unused groups contain one twice, or one that `cursor`
-    has.
-    """
-    seen = set(cursor.beyond)
-    for group in groups:
-        if group.ordinal < cursor.first or group.ordinal in seen:
-            raise ValueError(
-                f"the checkpoint has group {group.ordinal}, which its steps have used, or has it"
-                " twice; remove its folder groups/ and its line in digests.json, and resume again"
-            )
-        seen.add(group.ordinal)
-
-
 GREEDY = -1
 """Number of a group's greedy response."""
 
@@ -137,11 +123,13 @@ class RolloutService:
         """`deal`: `megarl.rollout.batch.shares` with the run's settings. `held_out`: problems of
         evaluations. `first_step`: earlier ones have used the groups of `cursor`. `carried`:
         finished groups of the checkpoint, ascending. `max_together`: as in `Attempts`. `keep`:
-        moves a finished group's token arrays to where ranks read them. Raises `ValueError` for a
-        carried group that is used.
+        moves a finished group's token arrays to where ranks read them.
         """
-        refuse_used(carried, cursor)
-        rollout = config.rollout
+        rollout, ordinals = config.rollout, [group.ordinal for group in carried]
+        is_new = all(ordinal >= cursor.first for ordinal in ordinals)
+        assert is_new and not set(ordinals) & set(cursor.beyond), (
+            "the checkpoint has a group that its steps have used"
+        )
         self._greedy_baseline, self._deal = config.greedy_baseline, deal
         self.config, self.prompts, self.environment = rollout, prompts, environment
         self.num_data_ranks, self._held_out = num_data_ranks, held_out
