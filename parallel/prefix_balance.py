@@ -1,19 +1,21 @@
 """Distribute samples with common prefixes evenly over ranks and packed sequences.
 
-Like `balance.py`, but a packed sequence counts every shared prefix once (`prefix_tree.py`). Ranks
-and packed sequences get ranges of the tree's samples, from left to right. The cut between two ranks
-may divide a family, the samples with the same shareable tokens; that between two packed sequences
-does only where the family does not fit into one.
+Like `balance.py`, but a packed sequence counts every shared prefix once (`prefix_tree.py`). The
+samples with the same shareable tokens, a family, stay together; a family is divided where it does
+not fit. Where families share prefixes with each other, or ranks would be uneven, ranks and packed
+sequences get ranges of the tree's samples, from left to right.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
 
 from megarl.parallel.balance import rows_in_step, split_by_work, work_within
 from megarl.parallel.prefix_tree import Document, Size, documents
 
+EVEN = 1.05
+"""Largest work of a rank, of the mean, for which families are dealt out whole."""
 BISECTIONS = 16
 """Steps that divide consecutive units into ranges of about equal cost."""
 
@@ -54,16 +56,27 @@ class FamilyBalance:
         """
         return sum(map(self._work, self._documents(members)))
 
-    def split(self, parts: int) -> list[list[int]]:
-        """Assign all units to `parts` ranks, with about even work. Returns by rank the ascending
-        numbers of its units.
+    def split(self, parts: int, budget: int) -> list[list[int]]:
+        """Assign all units to `parts` ranks, with about even work in packed sequences of at most
+        `budget` tokens. Returns by rank the ascending numbers of its units.
         """
         everyone = range(len(self.sizes) // self.together)
-        paths, documents = self._paths(everyone)
-        if not any(document.is_shared for document in documents):
-            return split_by_work([self.work([unit]) for unit in everyone], parts)
-        costs = list(map(self._work, documents))
-        ranges = _evenly([[unit] for unit in paths], paths, costs, parts, sum(costs))
+        chunks = self._chunks(self._paths(everyone)[0], budget)
+        works = list(map(self.work, chunks))
+        if all(len(chunk) == 1 for chunk in chunks):
+            dealt = split_by_work(works, parts)
+            return [sorted(chunks[n][0] for n in numbers) for numbers in dealt]
+        dealt, most = _dealt(works, chunks, parts)
+        if not self._is_nested(everyone) and most <= EVEN * sum(works) / parts:
+            return dealt
+        # One chunk after the other, in the tree's order.
+        paths: dict[int, list[int]] = {}
+        costs = list[float]()
+        for chunk in chunks:
+            of_chunk, documents = self._paths(chunk)
+            paths |= {n: [index + len(costs) for index in path] for n, path in of_chunk.items()}
+            costs += map(self._work, documents)
+        ranges = _evenly(paths, costs, parts, sum(costs))
         return [sorted(units) for units in ranges] + [[] for _ in range(parts - len(ranges))]
 
     def rows_in_step(self, dealt: Sequence[Sequence[int]], budget: int) -> list[list[list[int]]]:
@@ -73,7 +86,7 @@ class FamilyBalance:
         `dealt`: as `split` returns. Returns by rank and packed sequence, the largest work first,
         indices into the rank's list.
         """
-        packed = self._rows_in_order(dealt, budget)
+        packed = self._rows(dealt, budget)
         indices = []
         for units, rows in zip(dealt, packed, strict=True):
             index = {number: position for position, number in enumerate(units)}
@@ -82,40 +95,65 @@ class FamilyBalance:
             indices.append([sorted(index[n] for n in row) for row in rows])
         return indices
 
-    def _rows_in_order(self, dealt: Sequence[Sequence[int]], budget: int) -> list[list[list[int]]]:
-        trees = [self._paths(units) for units in dealt]
-        if not any(document.is_shared for _, tree in trees for document in tree):
-            lengths = [[self.tokens([unit]) for unit in units] for units in dealt]
-            packed = rows_in_step(lengths, budget)
-            return [
-                [[units[n] for n in row] for row in rows]
-                for units, rows in zip(dealt, packed, strict=True)
+    def _rows(self, dealt: Sequence[Sequence[int]], budget: int) -> list[list[list[int]]]:
+        if any(map(self._is_nested, dealt)):
+            trees = []
+            for units in dealt:
+                paths, documents = self._paths(units)
+                trees.append((paths, [float(doc.end - doc.begin) for doc in documents]))
+            fewest = max(len(_filled(*tree, budget)) for tree in trees)
+            packed = [_evenly(*tree, fewest, budget) for tree in trees]
+        else:
+            chunks = [self._chunks(units, budget) for units in dealt]
+            lengths = [list(map(self.tokens, of_rank)) for of_rank in chunks]
+            packed = [
+                [[n for number in row for n in of_rank[number]] for row in rows]
+                for of_rank, rows in zip(chunks, rows_in_step(lengths, budget), strict=True)
             ]
-        parts = []
-        for paths, tree in trees:
-            costs = [float(document.end - document.begin) for document in tree]
-            parts.append((self._whole_families(paths, budget), paths, costs))
-        fewest = max(len(_filled(*part, budget)) for part in parts)
-        packed = [
-            [row for wide in _evenly(*part, fewest, budget) for row in self._halved(wide, budget)]
-            for part in parts
-        ]
+        packed = [[part for row in rows for part in self._halved(row, budget)] for rows in packed]
         most = max(map(len, packed))
         return [rows + [[] for _ in range(most - len(rows))] for rows in packed]
 
-    def _whole_families(self, units: Iterable[int], budget: int) -> list[list[int]]:
-        """`units` by family, in their order; alone where the family is larger than `budget`."""
-        by_family = [list(group) for _, group in groupby(units, self._family)]
-        return [
-            chunk
-            for family in by_family
-            for chunk in ([family] if self.tokens(family) <= budget else [[n] for n in family])
-        ]
+    def _chunks(self, units: Iterable[int], budget: int) -> list[list[int]]:
+        """`units` by family; alone where it shares nothing, in parts where it exceeds `budget`."""
+        chunks = list[list[int]]()
+        for family in self._families(units):
+            tokens = self.tokens(family)
+            if tokens == sum(self.tokens([unit]) for unit in family):
+                chunks += [[unit] for unit in family]
+            elif tokens <= budget:
+                chunks.append(family)
+            else:
+                for part in self._first_fit(family, budget):
+                    chunks += self._halved(part, budget)
+        return chunks
 
-    def _family(self, unit: int) -> object:
-        first = unit * self.together
-        names = {size.family for size in self.sizes[first : first + self.together]}
-        return names.pop() if len(names) == 1 and None not in names else ("alone", unit)
+    def _first_fit(self, family: Sequence[int], budget: int) -> list[list[int]]:
+        """A family in few parts of at most `budget` tokens, the longest unit first."""
+        prefix = self.sizes[family[0] * self.together].shareable
+        own = {unit: self.tokens([unit]) - prefix for unit in family}
+        parts, rooms = list[list[int]](), list[int]()
+        for unit in sorted(family, key=lambda unit: (-own[unit], unit)):
+            number = next((n for n, room in enumerate(rooms) if own[unit] <= room), len(parts))
+            if number == len(parts):
+                parts.append([])
+                rooms.append(budget - prefix)
+            parts[number].append(unit)
+            rooms[number] -= own[unit]
+        return parts
+
+    def _is_nested(self, units: Sequence[int]) -> bool:
+        """Whether families share prefixes with each other."""
+        return self.tokens(units) < sum(map(self.tokens, self._families(units)))
+
+    def _families(self, units: Iterable[int]) -> list[list[int]]:
+        by_name = dict[object, list[int]]()
+        for unit in units:
+            first = unit * self.together
+            names = {size.family for size in self.sizes[first : first + self.together]}
+            is_one = len(names) == 1 and None not in names
+            by_name.setdefault(names.pop() if is_one else ("alone", unit), []).append(unit)
+        return list(by_name.values())
 
     def _documents(self, members: Iterable[int]) -> list[Document]:
         samples = [n * self.together + offset for n in members for offset in range(self.together)]
@@ -148,42 +186,49 @@ class FamilyBalance:
         ]
 
 
+def _dealt(
+    works: Sequence[float], chunks: Sequence[list[int]], parts: int
+) -> tuple[list[list[int]], float]:
+    """(by rank its units, ascending; the most work): each chunk to the rank with the least so far,
+    the most work first.
+    """
+    heap = [(0.0, rank) for rank in range(parts)]
+    dealt = [list[int]() for _ in range(parts)]
+    for number in sorted(range(len(chunks)), key=lambda n: (-works[n], n)):
+        load, rank = heap[0]
+        heapq.heapreplace(heap, (load + works[number], rank))
+        dealt[rank] += chunks[number]
+    return list(map(sorted, dealt)), max(heap)[0]
+
+
 def _filled(
-    chunks: Sequence[Sequence[int]],
-    paths: Mapping[int, Sequence[int]],
-    costs: Sequence[float],
-    capacity: float,
+    paths: Mapping[int, Sequence[int]], costs: Sequence[float], capacity: float
 ) -> list[list[int]]:
-    """The units of `chunks` in their order, in the longest ranges of whole chunks of at most
-    `capacity`, where a document costs once. `paths`: {unit: documents}.
+    """Units in their order, in the longest ranges of at most `capacity`, where a document costs
+    once. `paths`: {unit: documents}.
     """
     ranges: list[list[int]] = []
     held, filled = set[int](), 0.0
-    for chunk in chunks:
-        needed = {index for unit in chunk for index in paths[unit]}
-        more = sum(costs[index] for index in needed - held)
+    for unit, path in paths.items():
+        more = sum(costs[index] for index in path if index not in held)
         if ranges and filled + more <= capacity:
-            ranges[-1] += chunk
-            held |= needed
+            ranges[-1].append(unit)
             filled += more
         else:
-            ranges.append([*chunk])
-            held, filled = needed, sum(costs[index] for index in needed)
+            ranges.append([unit])
+            held, filled = set(), sum(costs[index] for index in path)
+        held.update(path)
     return ranges
 
 
 def _evenly(
-    chunks: Sequence[Sequence[int]],
-    paths: Mapping[int, Sequence[int]],
-    costs: Sequence[float],
-    most: int,
-    capacity: float,
+    paths: Mapping[int, Sequence[int]], costs: Sequence[float], most: int, capacity: float
 ) -> list[list[int]]:
     """`_filled` with about the smallest capacity that makes at most `most` ranges."""
-    best, low = _filled(chunks, paths, costs, capacity), 0.0
+    best, low = _filled(paths, costs, capacity), 0.0
     for _ in range(BISECTIONS):
         middle = (low + capacity) / 2
-        ranges = _filled(chunks, paths, costs, middle)
+        ranges = _filled(paths, costs, middle)
         if len(ranges) <= most:
             best, capacity = ranges, middle
         else:

@@ -276,7 +276,7 @@ def _deal(
     packed: list[list[list[list[int]]]] = [[] for _ in range(ranks)]
     for batch in parts:
         even = FamilyBalance([sizes[n] for n in batch], saves, windows=windows)
-        split = even.split(ranks)
+        split = even.split(ranks, budget)
         rows = even.rows_in_step(split, budget)
         for rank, positions in enumerate(split):
             dealt[rank].append([batch[position] for position in positions])

@@ -280,7 +280,7 @@ class BatchTransfer:
             even = FamilyBalance(
                 [sizes[n] for n in numbers], must_save(self.share_prefix), windows=self.windows
             )
-            for data, chosen in enumerate(even.split(layout.data)):
+            for data, chosen in enumerate(even.split(layout.data, self._budget)):
                 for index in chosen:
                     workers[numbers[index]] = ranks[data]
         return workers

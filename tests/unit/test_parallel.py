@@ -137,6 +137,6 @@ def test_windows_decide_what_is_even(windows: tuple[int | None, ...], beside: in
     """
     # A first token in common, so that ranks may have different numbers of samples.
     sizes = [Size(length, (Prefix(1, "a"),)) for length in (16384, *[2048] * 27)]
-    dealt = FamilyBalance(sizes, windows=windows).split(2)
+    dealt = FamilyBalance(sizes, windows=windows).split(2, 2**20)
     assert sorted(map(len, dealt)) == sorted([1 + beside, 27 - beside])
     assert len(dealt[0] if 0 in dealt[0] else dealt[1]) == 1 + beside

@@ -137,7 +137,7 @@ def test_the_balance_counts_what_is_computed(
     """In every packed sequence, of samples or of pairs, which are within their budget."""
     samples = samples_of(drawn[: len(drawn) // together * together])
     even = FamilyBalance(sizes_of(samples, "on"), saves, together=together)
-    dealt = even.split(ranks)
+    dealt = even.split(ranks, budget)
     numbers = [n for one in dealt for n in one]
     assert sorted(numbers) == list(range(len(samples) // together))
     for row in members(even, dealt, budget):
@@ -171,7 +171,7 @@ def test_groups_behind_one_system_prompt_fill_few_packed_sequences() -> None:
     """
     samples = nested(1, 64, 8, (2000, 50, 64))
     even = balance_of(samples, "auto")
-    (rows,) = even.rows_in_step(even.split(1), 8192)
+    (rows,) = even.rows_in_step(even.split(1, 8192), 8192)
     assert len(rows) <= 7
     # The system prompt in each, and the rest at most once more for every group that is divided.
     own = 64 * (49 + 8 * 65)
@@ -195,7 +195,7 @@ def test_conversations_stay_on_one_rank() -> None:
     """Eight system prompts of four groups each: on four ranks, each is computed by one or two."""
     samples = nested(8, 4, 4, (1000, 50, 64))
     even = balance_of(samples, "auto")
-    dealt = even.split(4)
+    dealt = even.split(4, 2**20)
     works = list(map(even.work, dealt))
     assert max(works) < 1.05 * sum(works) / 4
     assert sum(map(even.tokens, dealt)) <= even.tokens(range(128)) + 3 * 1050
@@ -284,7 +284,7 @@ def test_families_are_dealt_out_whole_within_the_budget(
         for length in lengths
     ]
     even = FamilyBalance(sizes, saves)
-    dealt = even.split(ranks)
+    dealt = even.split(ranks, budget)
     assert sorted(n for one in dealt for n in one) == list(range(len(sizes)))
     for row in members(even, dealt, budget):
         assert all(even.tokens(some) <= budget or len(some) == 1 for some in row)
@@ -331,7 +331,7 @@ def test_packed_sequences_are_even_over_ranks(
             for n in draw.integers(*responses, 16)
         ]
         even = FamilyBalance(sizes, saves=1 / 16)
-        dealt = even.split(ranks)
+        dealt = even.split(ranks, budget)
         works = np.array([list(map(even.work, row)) for row in members(even, dealt, budget)])
         of_rank = works.sum(1)
         print(of_rank.max() / of_rank.mean(), works.max(0).sum() / of_rank.mean())

@@ -175,7 +175,7 @@ def pack_share(samples: Samples, role: Role, *, together: int = 1) -> list[Micro
     mesh, training = role.mesh, role.training
     even = balance_of(samples, training.share_prefix, role.windows, together=together)
     budget = training.micro_batch_tokens * mesh.sequence.size
-    dealt = even.split(mesh.data.size)
+    dealt = even.split(mesh.data.size, budget)
     packed = even.rows_in_step(dealt, budget)
 
     def whole(units: Sequence[int]) -> list[int]:
