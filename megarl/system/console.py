@@ -103,10 +103,15 @@ def flush_streams() -> None:
                 stream.flush()
 
 
-def _log(text: bytes) -> None:
-    """Append to run.log, on descriptor 2 while diverted."""
-    with contextlib.suppress(OSError):  # a full disk under the log alone must not end a run
+def _log(text: bytes) -> bool:
+    """Append to run.log, on descriptor 2 while diverted. Returns False on failure: a full disk
+    under the log alone must not end a run.
+    """
+    try:
         os.write(2, text)
+    except OSError:
+        return False
+    return True
 
 
 def prepare() -> None:
@@ -326,5 +331,8 @@ def _report(error: Exception) -> None:
     if _console.log is None:
         _write(2, printable(_kept().decode(errors="replace")) + trace + printable(line))
         return
-    _log(f"rank {rank}: {trace}".encode(errors="backslashreplace"))
-    say(f"{line} (the traceback, and what libraries said, are in {_console.log})")
+    if _log(f"rank {rank}: {trace}".encode(errors="backslashreplace")):
+        line += f" (the traceback, and what libraries said, are in {_console.log})"
+    else:
+        line += f" (the traceback could not be written to {_console.log})"
+    say(line)
