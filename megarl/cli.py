@@ -15,13 +15,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megarl.command_line.table import COMMANDS, TASKS, Command
 from megarl.errors import UserError, require, shortened
 from megarl.system import console, signals
-from megarl.system.files import refuse_unfit
 from megarl.system.lookup import load
 from megarl.system.private_folder import run_folder
 from megarl.system.quick_imports import quick_imports
@@ -241,7 +239,7 @@ def run_recipe(command: Command, config: AnyConfig | ServeRewardConfig, options:
 
 def refuse_no_run(words: list[str]) -> None:
     """Raise `UserError` if the named run folder (the first word, without options and the value of
-    `--out`) does not exist, or `refuse_unfit` refuses it.
+    `--out`) does not exist.
     """
     for before, word in zip(["", *words], words, strict=False):
         if not word.startswith("-") and before != "--out":
@@ -250,10 +248,6 @@ def refuse_no_run(words: list[str]) -> None:
                 raise UserError(
                     f"{word} {problem}; name the run folder, which the recipe has as folder"
                 )
-            try:
-                refuse_unfit(Path(word))
-            except ValueError as error:
-                raise mistake(error) from None
             return
 
 

@@ -123,6 +123,20 @@ def job_store() -> dist.Store:  # pyright: ignore[reportPrivateImportUsage]
     return dist.distributed_c10d._get_default_store()
 
 
+def all_to_all(
+    rows: torch.Tensor, sent: list[int], received: list[int], axis: Axis
+) -> torch.Tensor:
+    """Rows [sum(sent), ...], of which each rank gets its part, -> [sum(received), ...] by rank.
+    Collective.
+    """
+    if axis.size == 1:
+        return rows
+    out = rows.new_empty(sum(received), *rows.shape[1:])
+    with waits("all-to-all", axis):
+        dist.all_to_all_single(out, rows.contiguous(), received, sent, group=axis.group)
+    return out
+
+
 def send(tensor: torch.Tensor, axis: Axis, to: int) -> None:
     """Blocks until the contiguous `tensor` may change; rank `to` calls `receive`."""
     with waits("send", axis):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megarl.parallel.collectives import gather_parts, waits
+from megarl.parallel.collectives import all_to_all, gather_parts, waits
 from megarl.parallel.mesh import Axis
 
 
@@ -94,10 +94,7 @@ class RingExchange:
             return [pieces[0]]
         flat = torch.cat([piece.reshape(-1) for piece in pieces])
         sizes = [torch.Size(shape).numel() for shape in shapes]
-        out = flat.new_empty(sum(sizes))
-        sent = [piece.numel() for piece in pieces]
-        with waits("all-to-all", self.axes[0]):
-            dist.all_to_all_single(out, flat, sizes, sent, group=self.axes[0].group)
+        out = all_to_all(flat, [piece.numel() for piece in pieces], sizes, self.axes[0])
         return [
             piece.view(tuple(shape)) for piece, shape in zip(out.split(sizes), shapes, strict=True)
         ]

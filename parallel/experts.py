@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megarl.parallel.collectives import waits
+from megarl.parallel.collectives import all_to_all, waits
 from megarl.parallel.mesh import Axis
 
 
@@ -25,19 +25,12 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, sent, received, axis):
         ctx.sizes, ctx.axis = (sent, received), axis
-        return _exchange(rows, sent, received, axis)
+        return all_to_all(rows, sent, received, axis)
 
     @staticmethod
     def backward(ctx, grad):
         sent, received = ctx.sizes
-        return _exchange(grad, received, sent, ctx.axis), None, None, None
-
-
-def _exchange(rows: torch.Tensor, sent: list[int], received: list[int], axis: Axis) -> torch.Tensor:
-    out = rows.new_empty(sum(received), *rows.shape[1:])
-    with waits("all-to-all", axis):
-        dist.all_to_all_single(out, rows.contiguous(), received, sent, group=axis.group)
-    return out
+        return all_to_all(grad, received, sent, ctx.axis), None, None, None
 
 
 @dataclass(frozen=True)

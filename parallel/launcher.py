@@ -10,6 +10,7 @@ import socket
 from pathlib import Path
 
 from megarl.system.console import say
+from megarl.system.signals import AGENT
 
 LARGEST = 2**20
 
@@ -44,6 +45,12 @@ def local_rank() -> int:
 
 def ranks_per_host() -> int:
     return number("LOCAL_WORLD_SIZE", num_ranks(), low=1)
+
+
+def ranks_option() -> str:
+    """The option that sets the number of ranks: of `megarl run`, or of a plain torchrun."""
+    is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and AGENT not in os.environ
+    return "--nproc-per-node" if is_torchrun else "--ranks"
 
 
 def refuse_wrong() -> None:
@@ -99,10 +106,7 @@ def free_port() -> int:
     others meanwhile. The port is therefore drawn below that range; the kernel chooses one after
     `ATTEMPTS` draws.
     """
-    try:
-        below = int(KERNELS.read_text().split()[0])
-    except (OSError, ValueError, IndexError):  # not Linux
-        below = 2**15
+    below = int(KERNELS.read_text().split()[0])
     draw = random.Random()  # not the shared generator: a seeded one would repeat in each process
     for _ in range(ATTEMPTS if below > FIRST else 0):
         port = draw.randrange(FIRST, below)

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+from megarl.parallel.launcher import ranks_option
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -35,7 +37,8 @@ class Layout:
         if self.replicas % self.expert:
             raise ValueError(
                 f"training.layout.expert is {self.expert}, which does not divide data x sequence ="
-                f" {self.replicas} ranks; set it to a divisor, or start more ranks (--ranks)"
+                f" {self.replicas} ranks; set it to a divisor, or start more ranks"
+                f" ({ranks_option()})"
             )
 
     @property
@@ -101,7 +104,7 @@ def resolve(*, data: int, sequence: int, tensor: int, expert: int = 1, num_ranks
         if num_ranks % rest:
             raise ValueError(
                 f"training.layout is sequence {sequence} x tensor {tensor}, which does not divide"
-                f" {num_ranks} ranks; start a multiple of {rest} ranks (--ranks)"
+                f" {num_ranks} ranks; start a multiple of {rest} ranks ({ranks_option()})"
                 " or change the layout"
             )
         data = num_ranks // rest
@@ -114,6 +117,6 @@ def resolve(*, data: int, sequence: int, tensor: int, expert: int = 1, num_ranks
         )
         raise ValueError(
             f"training.layout is {layout} = {layout.size} ranks, but this run has {num_ranks}; "
-            f"{fix}, or start {layout.size} ranks (--ranks)"
+            f"{fix}, or start {layout.size} ranks ({ranks_option()})"
         )
     return layout

@@ -1,23 +1,21 @@
 """Distribute samples with common prefixes evenly over ranks and packed sequences.
 
-Like `balance.py`, but a packed sequence counts every shared prefix once (`prefix_tree.py`). Every
-rank compares the same ways, by the work of their packed sequences:
-
-    by families   samples with the same shareable tokens stay together; a family is divided where it
-                  does not fit, or a rank would have too much work
-    in order      the samples of the tree from left to right, where families share prefixes
+Like `balance.py`, but a packed sequence counts every shared prefix once (`prefix_tree.py`). The
+samples with the same shareable tokens, a family, stay together; a family is divided where it does
+not fit. Where families share prefixes with each other, or ranks would be uneven, ranks and packed
+sequences get ranges of the tree's samples, from left to right.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from megarl.parallel.balance import rows_in_step, split_by_work, work_within
-from megarl.parallel.prefix_tree import Document, Size, documents, families
+from megarl.parallel.prefix_tree import Document, Size, documents
 
-GAIN = 0.02
-"""A way that computes more tokens has to lower the largest work of a rank by this fraction."""
+EVEN = 1.05
+"""Largest work of a rank, of the mean, for which families are dealt out whole."""
 BISECTIONS = 16
 """Steps that divide consecutive units into ranges of about equal cost."""
 
@@ -47,7 +45,6 @@ class FamilyBalance:
         """
         self.sizes, self.saves, self.together = sizes, saves, together
         self._cost = work_within(windows)
-        self._units = [self._unit(n) for n in range(len(sizes) // together)]
 
     def tokens(self, members: Iterable[int]) -> int:
         """Tokens computed for the units `members` in one packed sequence."""
@@ -61,22 +58,26 @@ class FamilyBalance:
 
     def split(self, parts: int, budget: int) -> list[list[int]]:
         """Assign all units to `parts` ranks, with about even work in packed sequences of at most
-        `budget` tokens. A family is divided only where that requires it, since each rank computes
-        the prefix.
-
-        Returns by rank the ascending numbers of its units.
+        `budget` tokens. Returns by rank the ascending numbers of its units.
         """
-        best, least = [[] for _ in range(parts)], float("inf")
-        enough = 0.0
-        for dealt in self._ways_to_split(parts, budget):
-            works = [self._packed_work(units, budget) for units in dealt]
-            if max(works, default=0.0) < least * (1 - GAIN):
-                best, least = dealt, max(works, default=0.0)
-            # The first way divides a family only where it has to: no other computes much less.
-            enough = enough or (1 + GAIN) * sum(works) / parts
-            if least <= enough:
-                break
-        return [sorted(units) for units in best] + [[] for _ in range(parts - len(best))]
+        everyone = range(len(self.sizes) // self.together)
+        chunks = self._chunks(self._paths(everyone)[0], budget)
+        works = list(map(self.work, chunks))
+        if all(len(chunk) == 1 for chunk in chunks):
+            dealt = split_by_work(works, parts)
+            return [sorted(chunks[n][0] for n in numbers) for numbers in dealt]
+        dealt, most = _dealt(works, chunks, parts)
+        if not self._is_nested(everyone) and most <= EVEN * sum(works) / parts:
+            return dealt
+        # One chunk after the other, in the tree's order.
+        paths: dict[int, list[int]] = {}
+        costs = list[float]()
+        for chunk in chunks:
+            of_chunk, documents = self._paths(chunk)
+            paths |= {n: [index + len(costs) for index in path] for n, path in of_chunk.items()}
+            costs += map(self._work, documents)
+        ranges = _evenly(paths, costs, parts, sum(costs))
+        return [sorted(units) for units in ranges] + [[] for _ in range(parts - len(ranges))]
 
     def rows_in_step(self, dealt: Sequence[Sequence[int]], budget: int) -> list[list[list[int]]]:
         """Pack each rank's units into packed sequences of at most `budget` computed tokens, equally
@@ -85,9 +86,7 @@ class FamilyBalance:
         `dealt`: as `split` returns. Returns by rank and packed sequence, the largest work first,
         indices into the rank's list.
         """
-        packed = self._rows_by_families(dealt, budget)
-        if any(map(self._is_nested, dealt)):
-            packed = min(packed, self._rows_in_order(dealt, budget), key=self._computed)
+        packed = self._rows(dealt, budget)
         indices = []
         for units, rows in zip(dealt, packed, strict=True):
             index = {number: position for position, number in enumerate(units)}
@@ -96,16 +95,65 @@ class FamilyBalance:
             indices.append([sorted(index[n] for n in row) for row in rows])
         return indices
 
-    def _unit(self, number: int) -> Size:
-        first = number * self.together
-        sizes = self.sizes[first : first + self.together]
-        if self.together == 1:
-            return sizes[0]
-        length = sum(
-            doc.end - doc.begin for doc in documents(sizes, range(len(sizes)), saves=self.saves)
-        )
-        is_one = len({size.family for size in sizes}) == 1
-        return Size(length, sizes[0].prefixes if is_one else ())
+    def _rows(self, dealt: Sequence[Sequence[int]], budget: int) -> list[list[list[int]]]:
+        if any(map(self._is_nested, dealt)):
+            trees = []
+            for units in dealt:
+                paths, documents = self._paths(units)
+                trees.append((paths, [float(doc.end - doc.begin) for doc in documents]))
+            fewest = max(len(_filled(*tree, budget)) for tree in trees)
+            packed = [_evenly(*tree, fewest, budget) for tree in trees]
+        else:
+            chunks = [self._chunks(units, budget) for units in dealt]
+            lengths = [list(map(self.tokens, of_rank)) for of_rank in chunks]
+            packed = [
+                [[n for number in row for n in of_rank[number]] for row in rows]
+                for of_rank, rows in zip(chunks, rows_in_step(lengths, budget), strict=True)
+            ]
+        packed = [[part for row in rows for part in self._halved(row, budget)] for rows in packed]
+        most = max(map(len, packed))
+        return [rows + [[] for _ in range(most - len(rows))] for rows in packed]
+
+    def _chunks(self, units: Iterable[int], budget: int) -> list[list[int]]:
+        """`units` by family; alone where it shares nothing, in parts where it exceeds `budget`."""
+        chunks = list[list[int]]()
+        for family in self._families(units):
+            tokens = self.tokens(family)
+            if tokens == sum(self.tokens([unit]) for unit in family):
+                chunks += [[unit] for unit in family]
+            elif tokens <= budget:
+                chunks.append(family)
+            else:
+                for part in self._first_fit(family, budget):
+                    chunks += self._halved(part, budget)
+        return chunks
+
+    def _first_fit(self, family: Sequence[int], budget: int) -> list[list[int]]:
+        """A family in few parts of at most `budget` tokens, the longest unit first."""
+        prefix = self.sizes[family[0] * self.together].shareable
+        own = {unit: self.tokens([unit]) - prefix for unit in family}
+        parts, rooms = list[list[int]](), list[int]()
+        for unit in sorted(family, key=lambda unit: (-own[unit], unit)):
+            number = next((n for n, room in enumerate(rooms) if own[unit] <= room), len(parts))
+            if number == len(parts):
+                parts.append([])
+                rooms.append(budget - prefix)
+            parts[number].append(unit)
+            rooms[number] -= own[unit]
+        return parts
+
+    def _is_nested(self, units: Sequence[int]) -> bool:
+        """Whether families share prefixes with each other."""
+        return self.tokens(units) < sum(map(self.tokens, self._families(units)))
+
+    def _families(self, units: Iterable[int]) -> list[list[int]]:
+        by_name = dict[object, list[int]]()
+        for unit in units:
+            first = unit * self.together
+            names = {size.family for size in self.sizes[first : first + self.together]}
+            is_one = len(names) == 1 and None not in names
+            by_name.setdefault(names.pop() if is_one else ("alone", unit), []).append(unit)
+        return list(by_name.values())
 
     def _documents(self, members: Iterable[int]) -> list[Document]:
         samples = [n * self.together + offset for n in members for offset in range(self.together)]
@@ -113,30 +161,6 @@ class FamilyBalance:
 
     def _work(self, document: Document) -> float:
         return self._cost(document.end) - self._cost(document.begin)
-
-    def _packed_work(self, units: Sequence[int], budget: int) -> float:
-        """Work of a rank's units, about as `rows_in_step` packs them."""
-        apart = sum(
-            self.work(chunk)
-            for family in self._families(units)
-            for chunk in self._fitting(family, budget)
-        )
-        if not self._is_nested(units):
-            return apart
-        paths, documents = self._paths(units)
-        rows = _filled(paths, [float(doc.end - doc.begin) for doc in documents], budget)
-        return min(apart, sum(map(self.work, rows)))
-
-    def _computed(self, packed: Sequence[Sequence[Sequence[int]]]) -> tuple[int, int]:
-        """(packed sequences of a rank, tokens of all ranks): fewer of either are better."""
-        return len(packed[0]), sum(self.tokens(row) for rows in packed for row in rows)
-
-    # Units in the order of the tree.
-
-    def _is_nested(self, members: Iterable[int]) -> bool:
-        """Whether families share prefixes with each other."""
-        members = list(members)
-        return self.tokens(members) < sum(map(self.tokens, self._families(members)))
 
     def _paths(self, members: Iterable[int]) -> tuple[dict[int, list[int]], list[Document]]:
         """({unit: indices of the documents that hold its tokens}, the documents), in the tree's
@@ -152,17 +176,6 @@ class FamilyBalance:
                     index = documents[index].parent
         return paths, documents
 
-    def _rows_in_order(self, dealt: Sequence[Sequence[int]], budget: int) -> list[list[list[int]]]:
-        packed = []
-        for units in dealt:
-            paths, documents = self._paths(units)
-            costs = [float(doc.end - doc.begin) for doc in documents]
-            fewest = len(_filled(paths, costs, budget))
-            ranges = _evenly(paths, costs, fewest, budget)
-            packed.append([row for wide in ranges for row in self._halved(wide, budget)])
-        most = max(map(len, packed))
-        return [rows + [[] for _ in range(most - len(rows))] for rows in packed]
-
     def _halved(self, row: list[int], budget: int) -> list[list[int]]:
         """`row` in parts within `budget`, which may save too little to share."""
         if len(row) < 2 or self.tokens(row) <= budget:
@@ -172,111 +185,20 @@ class FamilyBalance:
             piece for half in (row[:middle], row[middle:]) for piece in self._halved(half, budget)
         ]
 
-    # Units by families.
 
-    def _common(self, family: Sequence[int]) -> int:
-        """Tokens that are computed once for these members of a family."""
-        units = self._units
-        prefix, tokens = units[family[0]].shareable, sum(units[n].length for n in family)
-        return prefix if prefix * (len(family) - 1) >= self.saves * tokens else 0
-
-    def _families(self, members: Iterable[int]) -> list[list[int]]:
-        """`members` by family; alone where a family would share nothing."""
-        return [
-            group
-            for family in families(self._units, members)
-            for group in ([family] if self._common(family) else [[n] for n in family])
-        ]
-
-    def _ways_to_split(self, parts: int, budget: int) -> Iterator[list[list[int]]]:
-        """Divisions over `parts` ranks, the one with the fewest tokens first."""
-        everyone = range(len(self._units))
-        whole = self._families(everyone)
-        if all(len(family) == 1 for family in whole):
-            yield split_by_work([self.work(family) for family in whole], parts)
-            return
-        if parts > 1 and self._is_nested(everyone):
-            paths, documents = self._paths(everyone)
-            costs = list(map(self._work, documents))
-            yield _evenly(paths, costs, parts, sum(costs))
-        # What does not fit into one packed sequence computes its prefix in each of several, and may
-        # as well be on several ranks.
-        fitting = [chunk for family in whole for chunk in self._fitting(family, budget)]
-        chunks = [(self.work(chunk), chunk) for chunk in fitting]
-        yield _dealt(chunks, parts)
-        if parts > 1:
-            yield self._split_in_line(fitting, parts)
-
-    def _split_in_line(self, chunks: Sequence[Sequence[int]], parts: int) -> list[list[int]]:
-        """One chunk after the other: fewer chunks than ranks are divided."""
-        paths: dict[int, list[int]] = {}
-        costs = list[float]()
-        for chunk in chunks:
-            of_chunk, documents = self._paths(chunk)
-            for unit, path in of_chunk.items():
-                paths[unit] = [index + len(costs) for index in path]
-            costs += map(self._work, documents)
-        return _evenly(paths, costs, parts, sum(costs))
-
-    def _rows_by_families(
-        self, dealt: Sequence[Sequence[int]], budget: int
-    ) -> list[list[list[int]]]:
-        chunks = [
-            [chunk for family in self._families(units) for chunk in self._fitting(family, budget)]
-            for units in dealt
-        ]
-        lengths = [[self.tokens(chunk) for chunk in units] for units in chunks]
-
-        def packed(budget: int) -> list[list[list[int]]]:
-            by_rank = rows_in_step(lengths, budget)
-            return [
-                [[n for c in row for n in chunk[c]] for row in rows]
-                for chunk, rows in zip(chunks, by_rank, strict=True)
-            ]
-
-        by_families = packed(budget)
-        if all(len(row) < 2 or self.tokens(row) <= budget for rows in by_families for row in rows):
-            return by_families
-        # Together, parts of a family may save too little for their prefix to be computed once.
-        # They then have at most `saves` more tokens of their own than when it was.
-        return packed(int(budget * (1 - min(self.saves, 1.0))))
-
-    def _fitting(self, family: Sequence[int], budget: int) -> list[list[int]]:
-        """Divide a family into few parts of at most `budget` tokens: first fit, the longest unit
-        first.
-        """
-        if self.tokens(family) <= budget:
-            return [list(family)]
-        prefix, parts = self._units[family[0]].shareable, list[list[int]]()
-        left: list[int] = []
-        """Tokens that each part has room for."""
-        for n in sorted(family, key=lambda n: (-self._units[n].length, n)):
-            length = self._units[n].length - prefix
-            index = next((at for at, room in enumerate(left) if length <= room), len(parts))
-            if index == len(parts):
-                parts.append([])
-                left.append(budget - prefix)
-            parts[index].append(n)
-            left[index] -= length
-        # Too few to share: what the parts save may be below what sharing must save.
-        return [
-            group
-            for units in parts
-            for group in ([units] if self.tokens(units) <= budget else [[n] for n in units])
-        ]
-
-
-def _dealt(chunks: Sequence[tuple[float, list[int]]], parts: int) -> list[list[int]]:
-    """By rank its units of `chunks`, (work, units): the most work first, each to the rank with the
-    least so far.
+def _dealt(
+    works: Sequence[float], chunks: Sequence[list[int]], parts: int
+) -> tuple[list[list[int]], float]:
+    """(by rank its units, ascending; the most work): each chunk to the rank with the least so far,
+    the most work first.
     """
     heap = [(0.0, rank) for rank in range(parts)]
     dealt = [list[int]() for _ in range(parts)]
-    for work, units in sorted(chunks, key=lambda chunk: (-chunk[0], chunk[1])):
+    for number in sorted(range(len(chunks)), key=lambda n: (-works[n], n)):
         load, rank = heap[0]
-        heapq.heapreplace(heap, (load + work, rank))
-        dealt[rank] += units
-    return dealt
+        heapq.heapreplace(heap, (load + works[number], rank))
+        dealt[rank] += chunks[number]
+    return list(map(sorted, dealt)), max(heap)[0]
 
 
 def _filled(

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from megarl.parallel.collectives import waits
+from megarl.parallel.collectives import all_to_all
 from megarl.parallel.mesh import Axis
 
 
@@ -68,18 +67,8 @@ class Redistribution:
         parts = [values[sample].to(device, dtype) for samples in outgoing for sample in samples]
         sent = torch.cat([torch.zeros(0, *width, dtype=dtype, device=device), *parts])
         counts = [sum(self._lengths[sample] for sample in samples) for samples in incoming]
-        received = sent
-        if size > 1:
-            received = torch.empty(sum(counts), *width, dtype=dtype, device=device)
-            sizes = [sum(self._lengths[sample] for sample in samples) for samples in outgoing]
-            with waits("exchange of samples", self._axis):
-                dist.all_to_all_single(
-                    received,
-                    sent,
-                    output_split_sizes=counts,
-                    input_split_sizes=sizes,
-                    group=self._axis.group,
-                )
+        sizes = [sum(self._lengths[sample] for sample in samples) for samples in outgoing]
+        received = all_to_all(sent, sizes, counts, self._axis)
         order = [sample for samples in incoming for sample in samples]
         split = received.split([self._lengths[sample] for sample in order])
         return dict(zip(order, split, strict=True))

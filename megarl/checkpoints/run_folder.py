@@ -23,7 +23,6 @@ from megarl.settings.schema import require
 from megarl.settings.serve import ServeRewardConfig
 from megarl.settings.training import CheckpointConfig
 from megarl.system import signals
-from megarl.system.files import refuse_unfit
 
 RECIPE = "recipe.yaml"
 """The file in the run folder with every setting of its run."""
@@ -104,7 +103,6 @@ def check_writable(folder: str, *, setting: str) -> None:
         f"the disk of {setting} {folder} has {free / 2**20:.0f} MiB free; free some or set another"
         f" {setting}",
     )
-    refuse_unfit(Path(folder))
 
 
 def check_folder(folder: str, *, resume: bool | str) -> None:

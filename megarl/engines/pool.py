@@ -28,11 +28,17 @@ from megarl.engines.remote import EngineActor
 from megarl.errors import ProcessLost
 from megarl.settings.rollout import ENGINE_STARTS
 from megarl.system.console import say
-from megarl.system.deaths import DEATHS, ENGINE_DEAD, why_dead
+from megarl.system.deaths import DEATHS, why_dead
 from megarl.system.placement import Seat, kept_engines
 from megarl.system.process_env import KEPT_ENGINES
 from megarl.system.processes import Process, end, with_descendants
-from megarl.system.ray_calls import GOES_ON, KILL_S, await_answer, done_within
+from megarl.system.ray_calls import (
+    GOES_ON,
+    KILL_S,
+    CallOutcome,
+    await_answer,
+    done_within,
+)
 
 ActorHandle = Any
 """Ray creates its methods at run time."""
@@ -93,30 +99,6 @@ class EngineStarts:
         return ray.remote(EngineActor).options(**options).remote(**arguments)
 
 
-@dataclass
-class CallOutcome:
-    answer: Any = None
-    problem: str = ""
-    """The error's message; "late" without an answer in time."""
-    is_lost: bool = False
-    """Whether the engine is dead or late."""
-
-    @staticmethod
-    def of(call: asyncio.Future[Any]) -> CallOutcome:
-        """Of a Ray call, which may still run."""
-        if not call.done():
-            return CallOutcome(None, "late", is_lost=True)
-        error = call.exception()
-        if error is None:
-            return CallOutcome(call.result())
-        if isinstance(error, DEATHS):
-            return CallOutcome(None, f"its process died ({why_dead(error)})", is_lost=True)
-        cause = getattr(error, "cause", error)
-        if type(cause).__name__ == ENGINE_DEAD:
-            return CallOutcome(None, "one of its processes died", is_lost=True)
-        return CallOutcome(None, str(cause) or repr(cause))
-
-
 @dataclass(eq=False)
 class ManagedEngine:
     """One engine, which keeps its number when its actor is replaced."""
@@ -133,6 +115,12 @@ class ManagedEngine:
     """This process and all below it, once the engine is ready."""
     watch: asyncio.Task[str] | None = None
     """Ends with the reason why the engine is to be replaced."""
+    problem: str = ""
+    """Why it was lost last, until it has weights again."""
+    member: ActorHandle | None = None
+    """The actor that takes part in the present publication."""
+    call: asyncio.Future[Any] | None = None
+    """The newest call to it."""
 
 
 class EngineManager:
@@ -156,10 +144,6 @@ class EngineManager:
         """Until when all engines must have been ready once."""
         self._all_were_ready = self._is_published = self._is_publishing = False
         """Whether all engines have been ready once, some got weights, and some are getting them."""
-        self._members: dict[int, ActorHandle] = {}
-        """{number: actor} in the present publication."""
-        self._calls: list[asyncio.Future[Any]] = []
-        """The newest call to each of them."""
         self._notices = list[str]()
         """Lines that rank 0 has not shown yet."""
         self._replaced = self._preemptions = 0
@@ -181,7 +165,7 @@ class EngineManager:
                 else:
                     failures, problem = 0, await self._lost(engine)
                     fate = "it is replaced"
-                engine.state, engine.has_weights = "lost", False
+                engine.state, engine.has_weights, engine.problem = "lost", False, problem
                 await self._end(engine)
                 engine.state = "ended"
                 if failures == ENGINE_STARTS:
@@ -190,19 +174,28 @@ class EngineManager:
                 self._say(f"megarl: {problem}; {fate}")
                 self._replaced += 1
                 if self._is_published and not self._is_publishing:
-                    self._check_weights(problem)
+                    self._require_weights()
                 await self._may_start.wait()
                 engine.handle, engine.state = self._starts.make_actor(engine.number), "starting"
         except Exception as error:
             self.failure = self.failure or str(error) or repr(error)
             await self._fail(self.failure)
 
-    def _check_weights(self, problem: str) -> None:
-        """Raise `ProcessLost` if no engine has weights. `problem`: how the last one was lost."""
-        if not any(engine.has_weights for engine in self.engines):
-            cause = f" ({problem})" if problem else ""
-            self.failure = self.failure or f"no engine is left that has weights{cause}; {GOES_ON}"
+    def _require_weights(self) -> None:
+        has_weights = any(engine.has_weights for engine in self.engines)
+        self._require(has_weights, "no engine is left that has weights")
+
+    def _require(self, can_go_on: bool, problem: str) -> None:
+        """Raise `ProcessLost`, with why the engines were lost, unless the run can go on."""
+        if self.failure or not can_go_on:
+            causes = "; ".join(engine.problem for engine in self.engines if engine.problem)
+            causes = f" ({causes})" if causes else ""
+            self.failure = self.failure or f"{problem}{causes}; {GOES_ON}"
             raise ProcessLost(self.failure)
+
+    def _serve(self, engine: ManagedEngine) -> None:
+        engine.has_weights, engine.problem = True, ""
+        self._use(engine.number, engine.handle)
 
     async def _start(self, engine: ManagedEngine) -> str:
         """Wait for a start; returns why it failed, or "". Raises `RuntimeError` at the start of the
@@ -220,9 +213,9 @@ class EngineManager:
             if not self._all_were_ready and not isinstance(error, ProcessLost):
                 raise
             return str(error)
-        engine.state, engine.has_weights = "ready", self._starts.serves_at_once
-        if engine.has_weights:
-            self._use(engine.number, engine.handle)
+        engine.state = "ready"
+        if self._starts.serves_at_once:
+            self._serve(engine)
         if self._all_were_ready:
             self._say(f"megarl: {name} is ready again after {time.monotonic() - began:.0f} s")
         self._all_were_ready |= all(engine.state == "ready" for engine in self.engines)
@@ -232,8 +225,10 @@ class EngineManager:
         """Wait until a ready engine is lost, and return why."""
         engine.watch = asyncio.create_task(self._watch(engine))
         await asyncio.wait([engine.watch])
-        problem = "is lost" if engine.watch.cancelled() else engine.watch.result()
-        return f"engine {engine.number} {problem}"
+        name = f"engine {engine.number}"
+        if engine.watch.cancelled():
+            return engine.problem or f"{name} is lost"
+        return f"{name} {engine.watch.result()}"
 
     async def _watch(self, engine: ManagedEngine) -> str:
         """Ask for signs of life until the engine dies or hangs; returns a phrase that continues
@@ -307,58 +302,77 @@ class EngineManager:
             await self._until(lambda: self._all_were_ready, math.inf)
         return self.failure
 
-    async def hold(self, lost: Sequence[int] = ()) -> tuple[list[int], list[int], list[str]]:
+    async def hold(self, lost: Sequence[int] = ()) -> tuple[list[int], bool, list[str]]:
         """Begin an attempt to publish; the engines `lost` are replaced. Returns (numbers of the
-        ready engines, of those without weights, lines for the user). Raises `ProcessLost` if
+        ready engines, whether some have no weights, lines for the user). Raises `ProcessLost` if
         none is ready.
         """
         for number in lost:
-            self._lose(number)
+            self._lose(self.engines[number])
         self._may_start.set()
         if self._starts.takes_turns:
             await self._until_all("ready")
-        members = [engine for engine in self.engines if engine.state == "ready"]
-        if self.failure or not members:
-            raise ProcessLost(self.failure or f"no engine is left; {GOES_ON}")
-        self._members = {engine.number: engine.handle for engine in members}
+        members = self._take_members()
         self._is_publishing = True
         notices, self._notices = self._notices, []
-        fresh = [engine.number for engine in members if not engine.has_weights]
-        return [*self._members], fresh, notices
+        has_new = not all(engine.has_weights for engine in members)
+        return [engine.number for engine in members], has_new, notices
 
-    async def admit(self) -> tuple[int, int]:
-        """Let members serve. Returns (replacements, preemptions) so far. Raises `ProcessLost` if
-        none has weights.
+    async def admit(self) -> dict[str, float]:
+        """Let members serve. Returns metrics of the engines. Raises `ProcessLost` if none has
+        weights.
         """
         self._is_published, self._is_publishing = True, False
-        for number, handle in self._members.items():
-            engine = self.engines[number]
-            if engine.handle is handle and engine.state == "ready" and not engine.has_weights:
-                engine.has_weights = True
-                self._use(number, handle)
-        self._check_weights("")
-        return self._replaced, self._preemptions
+        for engine in self._members:
+            is_present = engine.handle is engine.member and engine.state == "ready"
+            if is_present and not engine.has_weights:
+                self._serve(engine)
+        self._require_weights()
+        return {
+            "engines/replaced": float(self._replaced),
+            "engines/missing": float(len(self.engines) - len(self._members)),
+            "rollout/preemptions": float(self._preemptions),
+        }
+
+    @property
+    def _members(self) -> list[ManagedEngine]:
+        """Those in the present publication."""
+        return [engine for engine in self.engines if engine.member is not None]
+
+    def _take_members(self) -> list[ManagedEngine]:
+        for engine in self.engines:
+            engine.member = engine.handle if engine.state == "ready" else None
+        self._require(bool(self._members), "no engine is left")
+        return self._members
+
+    async def connect(self, infos: list[dict[str, Any]], timeout_s: float) -> list[CallOutcome]:
+        """`infos`: by member. Waits for all: a healthy engine that is still at it when another
+        fails would count as late.
+        """
+        arguments = [(info,) for info in infos]
+        return await self._call("connect", arguments, timeout_s, asyncio.ALL_COMPLETED)
 
     async def call(
-        self,
-        method: str,
-        arguments: list[tuple[Any, ...]],
-        timeout_s: float,
-        until: str = asyncio.FIRST_EXCEPTION,
+        self, method: str, arguments: tuple[Any, ...], timeout_s: float
     ) -> list[CallOutcome]:
-        """Call a method of each member, with its `arguments`, until one fails or `timeout_s`."""
-        calls = zip(self._members.values(), arguments, strict=True)
-        self._calls = [
-            asyncio.ensure_future(getattr(handle, method).remote(*words)) for handle, words in calls
-        ]
+        """Call a method of each member, until one fails or `timeout_s`."""
+        every = [arguments] * len(self._members)
+        return await self._call(method, every, timeout_s, asyncio.FIRST_EXCEPTION)
+
+    async def _call(
+        self, method: str, arguments: list[tuple[Any, ...]], timeout_s: float, until: str
+    ) -> list[CallOutcome]:
+        for engine, words in zip(self._members, arguments, strict=True):
+            engine.call = asyncio.ensure_future(getattr(engine.member, method).remote(*words))
         return await self.settled(timeout_s, until)
 
     async def settled(
         self, timeout_s: float, until: str = asyncio.ALL_COMPLETED
     ) -> list[CallOutcome]:
         """Wait until the newest call has ended on all members."""
-        await asyncio.wait(self._calls, timeout=timeout_s, return_when=until)
-        return [CallOutcome.of(call) for call in self._calls]
+        calls = [engine.call for engine in self._members if engine.call is not None]
+        await asyncio.wait(calls, timeout=timeout_s, return_when=until)
+        return [CallOutcome.of(call) for call in calls]
 
     async def sleep(self, timeout_s: float) -> list[str]:
         """Free all engines' GPU memory; one that dies or is late is killed, and replaced after the
@@ -376,26 +390,21 @@ class EngineManager:
         return await self._each("wake", timeout_s)
 
     async def _each(self, method: str, timeout_s: float) -> list[str]:
-        self._members = {
-            engine.number: engine.handle for engine in self.engines if engine.state == "ready"
-        }
-        if self.failure or not self._members:
-            raise ProcessLost(self.failure or f"no engine is left; {GOES_ON}")
-        nothing = [()] * len(self._members)
-        outcomes = await self.call(method, nothing, timeout_s, asyncio.ALL_COMPLETED)
+        members = self._take_members()
+        nothing = [()] * len(members)
+        outcomes = await self._call(method, nothing, timeout_s, asyncio.ALL_COMPLETED)
         failed = list[str]()
-        for number, outcome in zip([*self._members], outcomes, strict=True):
+        for engine, outcome in zip(members, outcomes, strict=True):
             if outcome.is_lost:
-                self._lose(number)
+                self._lose(engine, f"engine {engine.number} is lost ({outcome.problem})")
             elif outcome.problem:
-                failed.append(f"engine {number} failed: {outcome.problem}")
+                failed.append(f"engine {engine.number} failed: {outcome.problem}")
         return failed
 
-    def _lose(self, number: int) -> None:
+    def _lose(self, engine: ManagedEngine, problem: str = "") -> None:
         """Have a member replaced, unless it was already."""
-        engine = self.engines[number]
-        if engine.handle is self._members.get(number) and engine.watch is not None:
-            engine.state, engine.has_weights = "lost", False
+        if engine.handle is engine.member and engine.watch is not None:
+            engine.state, engine.has_weights, engine.problem = "lost", False, problem
             engine.watch.cancel()
 
     async def _until_all(self, *states: str) -> None:

@@ -108,7 +108,7 @@ class EngineActor(ChannelActor):
         # An engine of the user's own may not know it; an agent reads up to the text all the same.
         if request.stop and "stop" in inspect.signature(self.engine.generate).parameters:
             asked["stop"] = request.stop
-        segment = await self.generate(
+        segment = await self.engine.generate(
             token_ids.tolist(),
             seed=request.seed,
             max_tokens=request.max_tokens,

@@ -170,8 +170,8 @@ class Host:
         """Calls that exceeded their time limit."""
         self._open: dict[str, Any] = {}
         """{key of a rollout: its session}, of those in no call."""
-        self._in_call: set[str] = set()
-        """Rollouts whose session is in a call."""
+        self._in_call: dict[str, asyncio.Task[Any] | None] = {}
+        """{rollout: task of the call that its session is in}."""
         self._encoding = ThreadPoolExecutor(1)
         """A tokenizer is used by one thread at a time; other sessions do not wait."""
 
@@ -328,7 +328,7 @@ class Host:
         0.0}. Raises what the session raises, and `LimitExceeded`.
         """
         session, goes_on = None, False
-        self._in_call.add(key)
+        self._in_call[key] = asyncio.current_task()
         try:
             session = await self._call(self._make, setting="start_limit_s")
             if getattr(session, "limits_its_calls", False):
@@ -372,7 +372,7 @@ class Host:
 
     async def _step(self, session: Any, key: str, token_ids: Any) -> Reply:
         goes_on = False
-        self._in_call.add(key)
+        self._in_call[key] = asyncio.current_task()
         try:
             text = self._codec.decode(token_ids)
             if getattr(session, "limits_its_calls", False):
@@ -402,7 +402,9 @@ class Host:
         """Close and forget the session. Returns {finish: "tool_call"} if it says that `token_ids`,
         the last turn [T], end inside a tool call; otherwise {finish: ""}. None: do not ask.
         """
-        self._in_call.discard(key)  # one in a call is closed after it
+        task = self._in_call.pop(key, None)  # a session in a call is closed after it
+        if task is not None and self._config.agent.is_used:
+            task.cancel()  # an agent may wait for long, also for its place, and then start
         session, finish = self._open.pop(key, None), ""
         try:
             if token_ids is not None and hasattr(session, "cut_off_inside"):
@@ -421,7 +423,7 @@ class Host:
             self._open[key] = session
         else:
             await self._close(session)
-        self._in_call.discard(key)
+        self._in_call.pop(key, None)
 
     async def _close(self, session: Any) -> None:
         """Call the session's `close`, if it has one; the rollout has ended, so an error is only

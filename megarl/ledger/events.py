@@ -37,7 +37,6 @@ class Started:
     """Groups, rejected ones too, after which a batch is complete."""
     cut_bytes: int = 0
     dispatch: str = ORDERED
-    """Only written, as what follows, if not `ordered`."""
     used: list[int] = field(default_factory=list)
     """Ordinals above `cursor` that the steps have used, ascending."""
     max_open: int = 0
@@ -127,18 +126,10 @@ KINDS: dict[str, type[Event]] = {
 }
 """{name in the file: class}"""
 
-NOT_ORDERED = {"dispatch", "used", "max_open"}
-"""Left out of an `ordered` `Started`, for older versions of megarl."""
-
 
 def to_record(event: Event) -> dict[str, Any]:
     """{"event": name of its class in lower case, each field}"""
-    values = vars(event)
-    if isinstance(event, Started) and event.dispatch == ORDERED:
-        values = {name: value for name, value in values.items() if name not in NOT_ORDERED}
-    if isinstance(event, Finished) and not event.left_out:
-        values = {name: value for name, value in values.items() if name != "left_out"}
-    return {"event": type(event).__name__.lower()} | values
+    return {"event": type(event).__name__.lower()} | vars(event)
 
 
 def from_record(record: Mapping[str, Any]) -> Event:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import mmap
 import os
 import re
 import shutil
@@ -33,8 +34,6 @@ FILE = "ledger.jsonl"
 """In the run folder."""
 
 FORMAT = 1
-
-BLOCK_BYTES = 2**16
 
 ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 SEAL = re.compile(rb',"crc":"([0-9a-f]{8})"\}\n')
@@ -245,15 +244,10 @@ def position(path: Path) -> dict[str, int | str]:
     """{"bytes": size of the complete lines, "crc": of the last one}, synced to disk; {} without
     one.
     """
-    if not path.exists():
+    if not path.exists() or not path.stat().st_size:
         return {}
-    with path.open("rb") as file:
-        end, size = file.seek(0, os.SEEK_END), 0
-        while end and not size:
-            begin = max(0, end - BLOCK_BYTES)
-            file.seek(begin)
-            newline = file.read(end - begin).rfind(b"\n")
-            end, size = begin, begin + newline + 1 if newline >= 0 else 0
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        size = content.rfind(b"\n") + 1
         os.fsync(file.fileno())
     crc = _crc(path, size)
     return {"bytes": size, "crc": crc} if crc else {}

@@ -9,11 +9,10 @@ A resumed run reads one part at most. Beyond the limit, the oldest parts but the
 
 from __future__ import annotations
 
+import mmap
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,46 +108,44 @@ PLACES = 32
 
 
 def spread(path: Path, *, most_bytes: int = READ_BYTES) -> list[dict[str, Any]]:
-    """Records of steps from the whole run: all if the files have at most `most_bytes`, else about
-    so many bytes at evenly spaced places.
+    """Records of steps from the whole run: all if the files have at most `most_bytes`, else of the
+    steps at evenly spaced places.
     """
     paths = [*(rotated.path for rotated in parts_of(path)), *([path] if path.exists() else [])]
     sizes = [file.stat().st_size for file in paths]
-    total, around = sum(sizes), most_bytes // PLACES
+    total = sum(sizes)
     if total <= most_bytes:
         return [record for file in paths for record in read_records(file)]
     by_step: dict[int, list[dict[str, Any]]] = {}
     for number in range(PLACES):
-        at, is_last = (total - 1) * number // (PLACES - 1), number == PLACES - 1
+        at = (total - 1) * number // (PLACES - 1)
         for file, size in zip(paths, sizes, strict=True):
             if at < size:
                 break
             at -= size
-        steps = _window(file, max(0, at - around) if is_last else at, around)
-        # Of the first step in a window the beginning may be missing.
-        chosen = steps[-1:] if is_last else steps[1:2] if number and len(steps) > 1 else steps[:1]
-        for step in chosen:
-            by_step.setdefault(step[0]["step"], step)
+        with suppress(ValueError, TypeError, LookupError):  # a damaged line
+            records = _step_at(file, at)
+            by_step.setdefault(records[0]["step"], records)
     return [record for step in sorted(by_step) for record in by_step[step]]
 
 
-def _window(path: Path, begin: int, length: int) -> list[list[dict[str, Any]]]:
-    """Records, by step, of whole lines from byte `begin` on, at least one; of the last line if
-    there is none.
-    """
-    records = []
-    with path.open("rb") as file:
-        file.seek(begin)
-        if begin:
-            file.readline()
-        while file.tell() < begin + length or not records:
-            line = file.readline()
-            if not line.endswith(b"\n"):
+def _step_at(path: Path, at: int) -> list[dict[str, Any]]:
+    """The records of the step of which the line at byte `at` is one."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as lines:
+        last = lines.rfind(b"\n")  # what follows is half a line
+        begin = lines.rfind(b"\n", 0, min(at, last)) + 1
+        step = parse_json(lines[begin : lines.find(b"\n", begin)])["step"]
+        while begin:
+            before = lines.rfind(b"\n", 0, begin - 1) + 1
+            if parse_json(lines[before:begin])["step"] != step:
                 break
-            with suppress(ValueError):
-                record = parse_json(line)
-                records += [record] if isinstance(record, dict) and "step" in record else []
-    if not records and begin:
-        longer = 4 * length + 4096
-        return _window(path, max(0, begin - longer), length + longer)[-1:]
-    return [list(group) for _, group in groupby(records, itemgetter("step"))]
+            begin = before
+        records = list[dict[str, Any]]()
+        while begin < last:
+            end = lines.find(b"\n", begin) + 1
+            record = parse_json(lines[begin:end])
+            if record["step"] != step:
+                break
+            records.append(record)
+            begin = end
+        return records

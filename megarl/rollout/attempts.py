@@ -13,60 +13,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
+from megarl.environments.scoring import Environment
 from megarl.rollout.requests import EnginePool, RequestRoute
 from megarl.system.spans import Requests
 from megarl.types import Prompt, Segment, Verdict
-
-
-class PromptSource(Protocol):
-    """The training prompts in their order, the same in every process and after every resume. `len`:
-    prompts of an epoch.
-    """
-
-    def __len__(self) -> int: ...
-
-    def at(self, ordinal: int) -> Prompt:
-        """The prompt at position `ordinal`, counted over all epochs; each epoch is shuffled
-        anew.
-        """
-        ...
-
-
-class EnvironmentHandle(Protocol):
-    """An environment as the rollout service calls it. A session is its state for the rollout with a
-    `key`.
-    """
-
-    has_start: bool
-    """Whether `begin` must be called first."""
-
-    async def begin(self, key: str, prompt: Prompt) -> Segment | Verdict | None:
-        """Start the session. Returns what the model reads after the prompt, None for nothing, or a
-        verdict if the session could not start.
-        """
-        ...
-
-    async def step(
-        self, key: str, prompt: Prompt, segment: Segment, *, num_tokens: int
-    ) -> Segment | Verdict:
-        """Respond to the model's newest `segment`: a segment, after which the model goes on, or the
-        verdict. `num_tokens`: generated in the whole rollout.
-        """
-        ...
-
-    async def cut_off(self, key: str, num_tokens: int, fault: str = "") -> Verdict:
-        """End the session of a rollout at its limit of tokens or turns. `fault`: what the session
-        did wrong, which makes the verdict a failure.
-        """
-        ...
-
-    async def texts(self, segments: Sequence[Segment]) -> list[str]:
-        """Each segment as text, without special tokens."""
-        ...
 
 
 def request_seed(run_seed: int, *position: int | str) -> int:
@@ -82,7 +36,7 @@ class Attempts:
     """Generates and scores single rollouts, in one event loop."""
 
     engines: EnginePool
-    environment: EnvironmentHandle
+    environment: Environment
     run_seed: int
     max_new_tokens: int
     """Of all segments together, without the prompt."""

@@ -36,6 +36,9 @@ OF_STEP = ("rewards", "groups", "response_tokens", "mini_batch_of")
 OF_SAMPLES = ("ids", "offsets", "prompts", *COLUMNS)
 """Arrays of its `Samples`."""
 
+MAYBE_OF_SAMPLES = ("branches", "experts")
+"""Further ones, which a file may lack."""
+
 WRITTEN_WITHIN_S = 300.0
 """Until a batch is on the disk, beside the step in which it was written."""
 
@@ -66,21 +69,13 @@ def write_batch(
     """
     arrays = {name: getattr(batch, name) for name in OF_STEP}
     for number, samples in enumerate(batch.samples):
-        arrays |= {f"samples.{number}.{name}": getattr(samples, name) for name in OF_SAMPLES}
-    has_trees = any(len(samples.branches) for samples in batch.samples)
-    if has_trees:
-        arrays |= {
-            f"samples.{n}.branches": samples.branches for n, samples in enumerate(batch.samples)
-        }
-    with_experts = {
-        f"samples.{n}.experts": samples.experts
-        for n, samples in enumerate(batch.samples)
-        if samples.experts is not None
+        columns = {name: getattr(samples, name) for name in (*OF_SAMPLES, *MAYBE_OF_SAMPLES)}
+        arrays |= {f"samples.{number}.{name}": column for name, column in columns.items()}
+    arrays = {
+        name: np.ascontiguousarray(array) for name, array in arrays.items() if array is not None
     }
-    arrays |= with_experts
-    arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     header = {
-        "format": FORMAT if with_experts else 2 if has_trees else 1,
+        "format": FORMAT,
         "step": batch.step,
         "data_ranks": num_data_ranks,
         "mini_batches": len(batch.samples),
@@ -141,7 +136,7 @@ def read_batch(path: Path) -> tuple[StepBatch, int]:
 
 
 def _samples(arrays: Mapping[str, np.ndarray], number: int) -> Samples:
-    names = (*OF_SAMPLES, "branches", "experts")
+    names = (*OF_SAMPLES, *MAYBE_OF_SAMPLES)
     columns = {name: arrays.get(f"samples.{number}.{name}") for name in names}
     if columns["prompts"] is None:  # a file of a version that did not tell
         columns["prompts"] = np.full(len(arrays[f"samples.{number}.ids"]), -1)

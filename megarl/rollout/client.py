@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -17,7 +18,7 @@ from megarl.rollout.stored_arrays import StoredArrays, fetch
 from megarl.settings.limits import POLL_S
 from megarl.system.ray_calls import SERVICE_TIMEOUT_S, THE_SERVICE, ask, ask_service
 from megarl.system.signals import Stop
-from megarl.system.spans import Span, activity
+from megarl.system.spans import activity
 from megarl.types import Cursor, Group, Prompt, StepBatch, TokenArrays
 
 SERVICE = "rollouts"
@@ -132,30 +133,20 @@ class RolloutClient:
         return self._service.answers.remote(list(prompts), temperature, name, inspects)
 
     def collect(self, pending: Sequence[Any]) -> Iterator[list[dict[str, Any]]]:
-        """For each call of `answers` a list of records, one a prompt. Ignores `stop`. Raises as
-        `take`.
-        """
+        """For each call of `answers` a list of records, one a prompt. Raises as `take`."""
         for reference in pending:
-            with self._wait("responses"):
-                watch = self._progress_watch("responses")
-                while not ray.wait([reference], timeout=POLL_S)[0]:
-                    watch()
+            self._wait_for([reference], "responses")
             yield ask(THE_SERVICE, reference, SERVICE_TIMEOUT_S, "collecting responses")
 
     def _fetch(self, what: str, arrays: Sequence[StoredArrays]) -> list[TokenArrays]:
         """As `fetch`, but a signal is told to the service meanwhile, and this step is still
         trained.
         """
-        refs = list({reference.ref: None for reference in arrays})
         deadline = time.monotonic() + self._silence_s
-        with self._wait(f"token arrays of {what}"):
-            watch = self._progress_watch(f"token arrays of {what}")
-            while refs and time.monotonic() < deadline:
-                self._tell_stop()
-                if not ray.wait(refs, num_returns=len(refs), timeout=POLL_S)[1]:
-                    break
-                watch()  # Ray may have taken the service for dead meanwhile
-            return fetch(arrays, max(POLL_S, deadline - time.monotonic()), what)
+        refs = list({reference.ref: None for reference in arrays})
+        # Ray may have taken the service for dead meanwhile.
+        self._wait_for(refs, f"token arrays of {what}", self._silence_s)
+        return fetch(arrays, max(POLL_S, deadline - time.monotonic()), what)
 
     def _tell_stop(self) -> None:
         if self.stop and not self._is_told:
@@ -166,28 +157,33 @@ class RolloutClient:
         """The answer to `call`, or None if the service died at a stop: torchrun passes a signal on
         to Ray's processes too.
         """
-        reference, doing = None, f"waiting for {what}"
+        doing = f"waiting for {what}"
         try:
-            with self._wait(what):
-                watch = self._progress_watch(what)
-                while True:
-                    self._tell_stop()
-                    reference = reference or call()
-                    if not ray.wait([reference], timeout=POLL_S)[0]:
-                        watch()
-                        continue
-                    try:
-                        return ask(THE_SERVICE, reference, SERVICE_TIMEOUT_S, doing)
-                    except ActorUnreachable:  # asked again, unless it stays away
-                        self._ask(self._service.silent_s.remote, doing)
-                        reference = None
+            while True:
+                self._tell_stop()
+                reference = call()
+                self._wait_for([reference], what)
+                try:
+                    return ask(THE_SERVICE, reference, SERVICE_TIMEOUT_S, doing)
+                except ActorUnreachable:  # asked again, unless it stays away
+                    self._ask(self._service.silent_s.remote, doing)
         except ProcessLost:
             if self.stop:
                 return None
             raise
 
-    def _wait(self, what: str) -> Span:
-        return activity(what, kind="wait", of="service", deadline_s=self._silence_s)
+    def _wait_for(self, references: list[Any], what: str, within_s: float = math.inf) -> None:
+        """Block until Ray has all `references`, for at most `within_s`, as long as there is
+        progress. A signal is told to the service.
+        """
+        deadline = time.monotonic() + within_s
+        with activity(what, kind="wait", of="service", deadline_s=self._silence_s):
+            watch = self._progress_watch(what)
+            while references and time.monotonic() < deadline:
+                self._tell_stop()
+                if not ray.wait(references, num_returns=len(references), timeout=POLL_S)[1]:
+                    return
+                watch()
 
     def _progress_watch(self, what: str) -> Callable[[], None]:
         """A function that raises `RuntimeError` once there was no progress for `silence_s`

@@ -8,10 +8,11 @@ import asyncio
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
+from megarl.engines.remote import RemoteEngine
 from megarl.errors import ActorUnreachable, ProcessLost
 from megarl.settings.rollout import RolloutConfig
 from megarl.types import Prompt, Segment
@@ -25,31 +26,6 @@ LOOKS = 20
 """Fraction of the deadline (1 / LOOKS) between two questions to a paused engine."""
 
 
-class EngineHandle(Protocol):
-    """One engine, which may run in another process."""
-
-    async def generate(
-        self,
-        prompt_ids: np.ndarray,
-        segments: Sequence[Segment],
-        *,
-        seed: int,
-        max_tokens: int,
-        temperature: float,
-        stop: tuple[str, ...] = (),
-    ) -> Segment:
-        """The model segment that follows the prompt ([P] int32) and earlier `segments`. Raises
-        `ProcessLost` if the engine is dead, `ActorUnreachable` if it may be alive.
-        """
-        ...
-
-    async def paused_s(self, last_s: float) -> float:
-        """Of the last `last_s` seconds, those in which generation was paused on purpose. Raises as
-        `generate`.
-        """
-        ...
-
-
 @dataclass
 class RequestRoute:
     """The engine of one rollout's requests, whose prefix cache has its tokens. `EnginePool` fills
@@ -57,6 +33,19 @@ class RequestRoute:
     """
 
     engine: int | None = None
+
+
+@dataclass
+class ServedEngine:
+    """An engine as requests see it."""
+
+    remote: RemoteEngine
+    """That of its newest actor."""
+    slots: asyncio.Semaphore
+    load: int = 0
+    """Requests that it answers, or that wait for it."""
+    is_lost: bool = False
+    """Dead and not yet replaced."""
 
 
 @dataclass
@@ -76,26 +65,21 @@ class EnginePool:
     open requests.
     """
 
-    def __init__(self, engines: Sequence[EngineHandle], config: RolloutConfig) -> None:
-        self.engines, self._config = list(engines), config
+    def __init__(self, engines: Sequence[RemoteEngine], config: RolloutConfig) -> None:
+        self._config = config
         # An engine's own queue stays short, so that a request's deadline is about the engine and
         # not about the queue.
         limit = config.engine.max_num_sequences + config.engine.max_num_sequences // 4
-        self._slots = [asyncio.Semaphore(limit) for _ in self.engines]
-        self._load = [0] * len(self.engines)
+        self.engines = [ServedEngine(engine, asyncio.Semaphore(limit)) for engine in engines]
         self._homes: dict[int, _Home] = {}
         """{prompt index: the engine of its group}, while the group has open requests."""
-        self._lost: set[int] = set()
-        """Dead and not yet replaced."""
         self._has_living = asyncio.Event()
-        self._has_living.set()
         self.version: int | None = None
         """What every engine has at least; None if unknown."""
 
-    def replace(self, number: int, engine: EngineHandle) -> None:
+    def replace(self, number: int, engine: RemoteEngine) -> None:
         """Send the requests for engine `number` to the new `engine`."""
-        self.engines[number] = engine
-        self._lost.discard(number)
+        self.engines[number].remote, self.engines[number].is_lost = engine, False
         self._has_living.set()
 
     async def generate(
@@ -119,12 +103,13 @@ class EnginePool:
         deadline, losses = self._config.request_timeout_s, 0
         while True:
             number = await self._choose(route, prompt)
-            self._load[number] += 1
+            served = self.engines[number]
+            served.load += 1
             self._homes[prompt.index].requests += 1
             try:
-                async with self._slots[number]:
-                    engine = self.engines[number]
-                    if number in self._lost:
+                async with served.slots:
+                    engine = served.remote
+                    if served.is_lost:
                         continue
                     required = self.version
                     generated = engine.generate(
@@ -141,7 +126,8 @@ class EnginePool:
             except ActorUnreachable:
                 await asyncio.sleep(1.0)  # and it is sent again
             except ProcessLost as lost:
-                self._lose(number, engine)
+                if served.remote is engine:  # else it was replaced already
+                    served.is_lost = True
                 losses += 1
                 if losses == MOST_LOSSES:
                     raise RuntimeError(
@@ -155,7 +141,7 @@ class EnginePool:
                     " raise rollout.request_timeout_s or look at the engine's log"
                 ) from None
             finally:
-                self._load[number] -= 1
+                served.load -= 1
                 self._homes[prompt.index].requests -= 1
                 if not self._homes[prompt.index].requests:
                     del self._homes[prompt.index]
@@ -163,29 +149,21 @@ class EnginePool:
     async def _choose(self, route: RequestRoute, prompt: Prompt) -> int:
         """The engine of the next request. Waits while none is alive."""
         # Whoever replaces engines ends the run where none can be started.
-        await self._has_living.wait()
-        if route.engine is None or route.engine in self._lost:
-            living = range(len(self.engines))
-            if self._lost:
-                living = [number for number in living if number not in self._lost]
-            route.engine = min(living, key=self._load.__getitem__)
+        if route.engine is None or self.engines[route.engine].is_lost:
+            while not (living := [n for n, other in enumerate(self.engines) if not other.is_lost]):
+                self._has_living.clear()
+                await self._has_living.wait()
+            route.engine = min(living, key=lambda number: self.engines[number].load)
             home = self._homes.get(prompt.index)
             if home is not None and home.engine in living:
-                ahead = self._load[home.engine] - self._load[route.engine]
+                ahead = self.engines[home.engine].load - self.engines[route.engine].load
                 if ahead < self._config.group_size:
                     route.engine = home.engine
         self._homes.setdefault(prompt.index, _Home(route.engine)).engine = route.engine
         return route.engine
 
-    def _lose(self, number: int, engine: EngineHandle) -> None:
-        """Send engine `number` no more requests, unless it was replaced already."""
-        if self.engines[number] is engine:
-            self._lost.add(number)
-            if len(self._lost) == len(self.engines):
-                self._has_living.clear()
 
-
-async def before_deadline(answer: Awaitable[T], deadline_s: float, engine: EngineHandle) -> T:
+async def before_deadline(answer: Awaitable[T], deadline_s: float, engine: RemoteEngine) -> T:
     """The result of `answer`. Raises `TimeoutError` once the engine had `deadline_s` seconds
     without pauses, for which it is asked only after `deadline_s`.
     """

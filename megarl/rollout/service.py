@@ -16,18 +16,20 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megarl.data.source import PromptList
+from megarl.engines.remote import RemoteEngine
+from megarl.environments.scoring import Environment
 from megarl.environments.user_code import function_of
 from megarl.ledger.events import Carried, Dispatched, Published, Started
 from megarl.ledger.recorder import EQUAL_REWARDS, NO_VERDICTS, Recorder
-from megarl.rollout.attempts import Attempts, EnvironmentHandle, PromptSource
+from megarl.rollout.attempts import Attempts
 from megarl.rollout.batch import SharePlan, StepGroups
 from megarl.rollout.dispatch.policy_table import POLICIES, limits_of
 from megarl.rollout.evaluation import Evaluated, answers, evaluate_problems, failure_warning
-from megarl.rollout.requests import EngineHandle, EnginePool
+from megarl.rollout.requests import EnginePool
 from megarl.rollout.transcripts import group_records
 from megarl.rollout.waits import Waits
-from megarl.settings.objectives import TruncatedName
-from megarl.settings.rollout import RolloutConfig
+from megarl.settings.config import RunConfig
 from megarl.types import START, Cursor, Group, Prompt, Rollout
 
 
@@ -91,20 +93,6 @@ def by_version(groups: Collection[Group]) -> list[tuple[int, Group]]:
     return sorted(pairs, key=lambda pair: (pair[0], pair[1].ordinal))
 
 
-def refuse_used(groups: Collection[Group], cursor: Cursor) -> None:
-    """Raise `ValueError` if a checkpoint's unused groups contain one twice, or one that `cursor`
-    has.
-    """
-    seen = set(cursor.beyond)
-    for group in groups:
-        if group.ordinal < cursor.first or group.ordinal in seen:
-            raise ValueError(
-                f"the checkpoint has group {group.ordinal}, which its steps have used, or has it"
-                " twice; remove its folder groups/ and its line in digests.json, and resume again"
-            )
-        seen.add(group.ordinal)
-
-
 GREEDY = -1
 """Number of a group's greedy response."""
 
@@ -118,49 +106,43 @@ class RolloutService:
     def __init__(
         self,
         *,
-        config: RolloutConfig,
-        seed: int,
-        prompts: PromptSource,
-        engines: Sequence[EngineHandle],
-        environment: EnvironmentHandle,
+        config: RunConfig,
+        prompts: PromptList,
+        engines: Sequence[RemoteEngine],
+        environment: Environment,
         num_data_ranks: int,
         deal: Callable[..., StepGroups],
-        last_step: int,
         held_out: Sequence[Prompt] = (),
         cursor: Cursor = START,
         first_step: int = 0,
         carried: Sequence[Group] = (),
-        group_filter: str = "differing",
-        greedy_baseline: bool = False,
-        truncated: TruncatedName = "train",
-        max_turns: int = 0,
         max_together: int = 0,
-        max_failure_share: float = 1.0,
         ledger: Recorder | None = None,
         keep: Callable[[Group], Awaitable[Group]] | None = None,
     ) -> None:
         """`deal`: `megarl.rollout.batch.shares` with the run's settings. `held_out`: problems of
         evaluations. `first_step`: earlier ones have used the groups of `cursor`. `carried`:
-        finished groups of the checkpoint, ascending. `group_filter`: from `FILTERS`, or
-        file.py:function. `greedy_baseline`: each group has a greedy response. `max_together`,
-        `max_turns`, `max_failure_share`: as in `Attempts`. `keep`: moves a finished group's
-        token arrays to where ranks read them. Raises `ValueError` for a carried group that is
-        used.
+        finished groups of the checkpoint, ascending. `max_together`: as in `Attempts`. `keep`:
+        moves a finished group's token arrays to where ranks read them.
         """
-        refuse_used(carried, cursor)
-        self._greedy_baseline, self._deal, self._held_out = greedy_baseline, deal, held_out
-        self.config, self.prompts, self.environment = config, prompts, environment
-        self.num_data_ranks = num_data_ranks
-        kept = group_filter if config.dynamic_sampling.enabled else "all"
+        rollout, ordinals = config.rollout, [group.ordinal for group in carried]
+        is_new = all(ordinal >= cursor.first for ordinal in ordinals)
+        assert is_new and not set(ordinals) & set(cursor.beyond), (
+            "the checkpoint has a group that its steps have used"
+        )
+        self._greedy_baseline, self._deal = config.greedy_baseline, deal
+        self.config, self.prompts, self.environment = rollout, prompts, environment
+        self.num_data_ranks, self._held_out = num_data_ranks, held_out
+        kept = config.group_filter if rollout.dynamic_sampling.enabled else "all"
         self._filter = function_of(kept, FILTERS, "rollout.filter")
         self._reason = EQUAL_REWARDS if kept == "differing" else "rollout.filter"
-        self.limits = limits_of(config, rejects=kept != "all", last_step=last_step)
-        self.window = POLICIES[config.dispatch].restore(self.limits, cursor, first_step)
-        self.engines = EnginePool(engines, config)
+        self.limits = limits_of(rollout, rejects=kept != "all", last_step=config.steps - 1)
+        self.window = POLICIES[rollout.dispatch].restore(self.limits, cursor, first_step)
+        self.engines = EnginePool(engines, rollout)
         self._attempts = Attempts(
-            *(self.engines, environment, seed, config.max_new_tokens, max_turns, max_together),
-            max_failure_share,
-            penalises_cut_off=truncated == "penalise",
+            *(self.engines, environment, config.seed, rollout.max_new_tokens),
+            *(config.environment.max_turns, max_together, config.environment.max_failure_share),
+            penalises_cut_off=config.algorithm.truncated == "penalise",
         )
         self._waits = Waits()
         self.ledger, self._keep = ledger or Recorder(), keep

@@ -95,8 +95,7 @@ class ServiceActor(RolloutService):
         if starts := arguments.pop("starts", None):
             self.manager = EngineManager(starts, use=self._use_engine, fail=self._fail)
         super().__init__(**arguments)
-        self._environment: Environment = arguments["environment"]
-        await self._environment.start()
+        await self.environment.start()
         # What is there now stays: a collection that looks through all of it takes 0.1 s.
         gc.collect()
         gc.freeze()
@@ -107,10 +106,8 @@ class ServiceActor(RolloutService):
 
     def _use_engine(self, number: int, actor: Any) -> None:
         """From now on send the requests of engine `number` to `actor`."""
-        known = self.engines.engines[number]
-        assert isinstance(known, RemoteEngine)
-        if known.handle != actor:
-            self.engines.replace(number, known.replaced_by(actor))
+        before = self.engines.engines[number].remote
+        self.engines.replace(number, before.replaced_by(actor))
 
     async def engine_call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the `EngineManager`."""
@@ -128,4 +125,4 @@ class ServiceActor(RolloutService):
 
     async def _stop(self) -> None:
         await super().stop()
-        await self._environment.close()
+        await self.environment.close()

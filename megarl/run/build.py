@@ -111,7 +111,7 @@ def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | 
     num_held_out = broadcast_object(len(inputs.held_out or ()), all_ranks())
     if mesh.is_member and config.rollout.placement == "disaggregated":
         # Engines take longest to start: they load while this process builds the policy.
-        generation = begin_generation(context, config, inputs)
+        generation = start_generation(context, config, inputs)
     training = build_training(context, config, inputs, step_deadline_s(config, num_held_out))
     if isinstance(training, ServingParts):
         return training
@@ -120,7 +120,7 @@ def build(context: RunContext, config: RunConfig, inputs: RunInputs) -> Parts | 
         # its own: first every rank, which the start waits for, has built its roles and lent theirs.
         for role in training.trained:
             role.engine.offload()
-        generation = begin_generation(context, config, inputs)
+        generation = start_generation(context, config, inputs)
     start_s, whom = config.rollout.engine.start_timeout_s, "engines" if context.is_main else "rank0"
     with (
         phase("engines, beside the model"),
@@ -195,15 +195,6 @@ def build_training(
         observer=context.observe(first_step),
         report=LiveReport(context.folder),
     )
-
-
-def begin_generation(context: RunContext, config: RunConfig, inputs: RunInputs) -> Generation:
-    """Begin to start Ray, engines and service on rank 0. Collective over the policy's ranks. Before
-    use call `wait`, then `join`.
-    """
-    on_cpu = context.device.type == "cpu"
-    with phase("Ray"), activity("start of Ray", kind="load"):
-        return start_generation(config, inputs, context.mesh, context.stack, on_cpu=on_cpu)
 
 
 def make_publisher(

@@ -110,7 +110,7 @@ def answering(config: RunConfig, inputs: RunInputs, prompt: Prompt) -> Iterator[
     ) as cluster:
         with console.phase(f"engines of {config.model.path}"):
             stops = inputs.stop_token_ids
-            starts = start_engines(config, stops, on_cpu=on_cpu, load=True)
+            starts = start_engines(config, stops, on_cpu=on_cpu)
             engines = start_service(config, cluster, starts, inputs)
             cluster.wait_for_service(config.rollout.engine.start_timeout_s)
             engines.wait()

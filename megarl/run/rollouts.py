@@ -21,7 +21,6 @@ from transformers import PretrainedConfig
 
 from megarl.checkpoints.group_files import read_groups
 from megarl.checkpoints.progress import read_progress
-from megarl.engines.client import EngineClient
 from megarl.engines.pool import EngineStarts
 from megarl.environments.codec import Codec
 from megarl.environments.scoring import client_token
@@ -34,17 +33,18 @@ from megarl.rollout.service_process import service_arguments
 from megarl.rollout.stored_arrays import store
 from megarl.settings.config import RunConfig, made_with
 from megarl.settings.rl import with_hidden
-from megarl.system.console import say
+from megarl.system.console import phase, say
 from megarl.system.placement import RankPlace, own_seats, shared_seats
 from megarl.system.process_env import engine_environment, own_cluster_token
 from megarl.system.spans import Recording, activity
 from megarl.trainer.attention import layer_windows
-from megarl.trainer.context import RunInputs
+from megarl.trainer.context import RunContext, RunInputs
 from megarl.trainer.experts import num_experts
 from megarl.trainer.model_config import load_model_config, longest_sequence
 from megarl.trainer.prefixes import must_save
 from megarl.trainer.threads import engine_threads
 from megarl.types import START, Group, expert_dtype
+from megarl.weights.engine_client import EngineClient
 
 
 @dataclass
@@ -94,38 +94,31 @@ class Generation:
             raise RuntimeError(f"{doing} failed: {failure}")
 
 
-def start_generation(
-    config: RunConfig, inputs: RunInputs, mesh: ProcessMesh, stack: ExitStack, *, on_cpu: bool
-) -> Generation:
-    """On rank 0, begin to start Ray, engines and service, until `stack` closes. Collective. Call
-    `Generation.wait` before use; meanwhile the caller builds the model.
+def start_generation(context: RunContext, config: RunConfig, inputs: RunInputs) -> Generation:
+    """On rank 0, begin to start Ray, engines and service, until `context.stack` closes. Collective
+    over the policy's ranks. Call `Generation.wait` before use, then `join`; meanwhile the caller
+    builds the model.
     """
+    mesh, on_cpu = context.mesh, context.device.type == "cpu"
     ranks = gather_objects(RankPlace.mine(on_cpu=on_cpu), mesh.world)
     if mesh.world.rank != 0:
         return Generation(config, mesh, None, None)
-    cluster = stack.enter_context(
-        Cluster(
-            namespace=f"megarl-{os.getpid()}",
-            token=own_cluster_token(),
-            object_store_bytes=object_store_bytes(config.rollout, expert_bytes(config, inputs.hf)),
-            hidden=config.environment.remote.token_variable,
+    with phase("Ray"), activity("start of Ray", kind="load"):
+        room = object_store_bytes(config.rollout, expert_bytes(config, inputs.hf))
+        cluster = context.stack.enter_context(
+            Cluster(
+                namespace=f"megarl-{os.getpid()}",
+                token=own_cluster_token(),
+                object_store_bytes=room,
+                hidden=config.environment.remote.token_variable,
+            )
         )
-    )
-    run_id = inputs.owner.run_id if inputs.owner is not None else ""
-    recording = Recording.of(config.folder, run_id, enabled=config.observe.activity)
-    lora = config.training.lora
-    adapts = lora.is_on and lora.publish == "adapter"
-    starts = start_engines(
-        config,
-        inputs.stop_token_ids,
-        on_cpu=on_cpu,
-        ranks=ranks,
-        load=adapts,
-        adapter_rank=lora.rank if adapts else 0,
-        recording=recording,
-        records_experts=config.algorithm.router_replay == "rollout",
-    )
-    engines = start_service(config, cluster, starts, inputs, records=True, recording=recording)
+        run_id = inputs.owner.run_id if inputs.owner is not None else ""
+        recording = Recording.of(config.folder, run_id, enabled=config.observe.activity)
+        starts = start_engines(
+            config, inputs.stop_token_ids, on_cpu=on_cpu, ranks=ranks, recording=recording
+        )
+        engines = start_service(config, cluster, starts, inputs, records=True, recording=recording)
     return Generation(config, mesh, cluster, engines)
 
 
@@ -162,20 +155,17 @@ def start_engines(
     *,
     on_cpu: bool,
     ranks: Sequence[RankPlace] = (),
-    load: bool = False,
-    adapter_rank: int = 0,
     recording: Recording | None = None,
-    records_experts: bool = False,
 ) -> EngineStarts:
     """Begin to start the engines of `config` on the joined Ray cluster, from rank 0.
 
-    `ranks`: of the trainer, whose GPUs colocated engines use; empty where nothing is trained.
-    `load`: read weights from disk instead of waiting for version 0. `adapter_rank`: of LoRA
-    adapters to come, or 0. `recording`: where engines write activity. `records_experts`: they
-    report each token's experts.
+    `ranks`: of the trainer, whose GPUs colocated engines use; empty where nothing is trained, and
+    engines read the weights from disk. `recording`: where engines write activity.
     """
+    lora, trains = config.training.lora, bool(ranks)
+    adapts = trains and lora.is_on and lora.publish == "adapter"
     engine, count = config.rollout.engine, config.rollout.num_engines
-    shares = config.rollout.placement == "colocated" and bool(ranks)
+    shares = config.rollout.placement == "colocated" and trains
     if shares:
         seats = shared_seats(count, tensor=engine.tensor, ranks=ranks)
     else:
@@ -183,8 +173,8 @@ def start_engines(
             count, tensor=engine.tensor, gpus=not on_cpu, timeout_s=engine.start_timeout_s
         )
     arguments: dict[str, Any] = dict(
-        load=load,
-        adapter_rank=adapter_rank,
+        load=adapts or not trains,
+        adapter_rank=lora.rank if adapts else 0,
         recording=recording,
         sleeps=shares and not on_cpu,
         model=config.model.path,
@@ -199,11 +189,11 @@ def start_engines(
         else "",
         environment=engine_environment(
             on_cpu=on_cpu,
-            num_threads=engine_threads(config, trains=bool(ranks)),
+            num_threads=engine_threads(config, trains=trains),
             kv_cache_gib=engine.kv_cache_gib,
         ),
     )
-    if records_experts:
+    if trains and config.algorithm.router_replay == "rollout":
         arguments["records_experts"] = True
     timeouts = engine.start_timeout_s, engine.stall_timeout_s
     return EngineStarts(seats, arguments, *timeouts, takes_turns=shares).begin()
@@ -245,22 +235,15 @@ def start_service(
         config.training.micro_batch_tokens * inputs.layout.sequence,
     )
     known: dict[str, Any] = dict(
-        config=config.rollout,
-        seed=config.seed,
+        config=config,
         prompts=inputs.prompts,
         num_data_ranks=inputs.layout.data,
         deal=deal,
-        last_step=config.steps - 1,
         held_out=list(inputs.held_out or ()),
         cursor=cursor,
         first_step=step,
         carried=carried,
-        group_filter=config.group_filter,
-        greedy_baseline=config.greedy_baseline,
-        truncated=config.algorithm.truncated,
-        max_turns=config.environment.max_turns,
         max_together=environment.agent.rollout_tokens,
-        max_failure_share=config.environment.max_failure_share,
     )
     codec = Codec.of(
         inputs.tokenizer,
@@ -282,4 +265,4 @@ def start_service(
             recording=recording,
         )
     )
-    return EngineClient(service, engines)
+    return EngineClient(service, engines.timeout_s)

@@ -1,19 +1,12 @@
-"""Files in a folder that others may change, new files that are complete or absent, work in threads.
-
-A FIFO hangs whoever opens it, and a folder where a file belongs fails late: `refuse_unfit` looks
-first.
-"""
+"""Folders that are removed whatever is in them, new files that are complete or absent, threads."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import secrets
-import stat
-import struct
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -27,54 +20,6 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 """Folder of the recipes that come with megarl."""
 
 T = TypeVar("T")
-
-LOOKED_AT = ("", "activity", "activity/stacks", "batches", "reference")
-"""Folders of a run folder from which megarl opens entries by name."""
-FOLDERS = {"activity", "batches", "checkpoints", "eval", "logs", "reference", "replay", "rollout"}
-FOLDERS |= {"stacks", "tensorboard"}
-"""Names that a run gives to folders."""
-FILES = {".html", ".json", ".jsonl", ".log", ".npy", ".safetensors", ".txt", ".yaml"}
-"""Ends of names that a run gives to files."""
-
-
-def refuse_unfit(folder: Path) -> None:
-    """Raise `ValueError` if an entry of a run folder is neither file nor folder, or the wrong one
-    of these. Links are followed; a missing folder is no error.
-    """
-    for subfolder in (folder / name for name in LOOKED_AT):
-        entries: list[os.DirEntry[str]] = []
-        with contextlib.suppress(OSError, ValueError):  # none there; no path has such a name
-            entries = list(os.scandir(subfolder))
-        for entry in entries:
-            entry_type, kept = _kind(entry), ""
-            if entry.name in FOLDERS:
-                kept = "a folder"
-            elif Path(entry.name).suffix in FILES:
-                kept = "a file"
-            if (
-                entry_type
-                and entry_type != kept
-                and (kept or entry_type not in ("a file", "a folder"))
-            ):
-                raise ValueError(
-                    f"{subfolder / entry.name} is {entry_type}, where a run keeps"
-                    f" {kept or 'files and folders'}; move it away"
-                )
-
-
-def _kind(entry: os.DirEntry[str]) -> str:
-    """What an entry is, in words; "" where that cannot be seen."""
-    try:
-        if entry.is_file():
-            return "a file"
-        if entry.is_dir():
-            return "a folder"
-        mode = stat.S_IFMT(entry.stat().st_mode)
-    except FileNotFoundError:
-        return "a symbolic link to nothing" if entry.is_symlink() else ""
-    except OSError as error:
-        return "a loop of symbolic links" if error.errno == errno.ELOOP else ""
-    return {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}.get(mode, "a device")
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -92,21 +37,15 @@ def read_json(path: Path) -> Any:
     return parse_json(path.read_bytes())
 
 
-GET_FLAGS, SET_FLAGS, LOCKED = 0x80086601, 0x40086602, 0x30
-"""Calls of ioctl_iflags(2), and the flags of a file that cannot be changed or removed (`chattr +i`,
-`+a`).
-"""
-
-
 def remove_folder(path: str | Path) -> None:
-    """Remove a folder with all in it: nested to any depth, without permissions, or locked by
-    chattr(1). Links are not followed. Raises nothing: what the kernel does not let go stays.
+    """Remove a folder with all in it: nested to any depth, or without permissions. Links are not
+    followed. Raises nothing: what the kernel does not let go stays.
 
     Folders are moved up into `path`, so depth takes no memory. `shutil.rmtree` raises
     `RecursionError` on 1,500 nested folders of an agent, which ended its run and every later start.
     """
     with contextlib.suppress(OSError):
-        top = _open_unlocked(path, os.O_DIRECTORY)
+        top = _open_folder(path)
         try:
             while _empty(top, top):
                 pass
@@ -123,7 +62,7 @@ def _empty(folder: int, top: int) -> bool:
     for entry in os.scandir(folder):
         with contextlib.suppress(OSError):
             if entry.is_dir(follow_symlinks=False):
-                below = _open_unlocked(entry.name, os.O_DIRECTORY, folder)
+                below = _open_folder(entry.name, folder)
                 try:
                     if folder == top:
                         is_changed |= _empty(below, top)
@@ -134,33 +73,21 @@ def _empty(folder: int, top: int) -> bool:
                 finally:
                     os.close(below)
             else:
-                try:
-                    os.unlink(entry.name, dir_fd=folder)
-                except PermissionError:
-                    os.close(_open_unlocked(entry.name, 0, folder))
-                    os.unlink(entry.name, dir_fd=folder)
+                os.unlink(entry.name, dir_fd=folder)
             is_changed = True
     return is_changed
 
 
-def _open_unlocked(name: str | Path, directory_flag: int, above: int | None = None) -> int:
-    """A descriptor with which the owner may do all. `directory_flag`: O_DIRECTORY or 0. Raises
-    `OSError`, also for a link.
-    """
-    held = os.open(name, os.O_PATH | os.O_NOFOLLOW | directory_flag, dir_fd=above)
+def _open_folder(name: str | Path, above: int | None = None) -> int:
+    """A descriptor with which the owner may do all. Raises `OSError`, also for a link."""
+    held = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_DIRECTORY, dir_fd=above)
     opened = f"/proc/self/fd/{held}"
     try:
-        if directory_flag:  # a file may have another name outside
-            with contextlib.suppress(OSError):  # another user's, or locked
-                os.chmod(opened, 0o700)
-        descriptor = os.open(opened, os.O_RDONLY | os.O_NONBLOCK | directory_flag)
+        with contextlib.suppress(OSError):  # another user's
+            os.chmod(opened, 0o700)
+        return os.open(opened, os.O_RDONLY | os.O_DIRECTORY)
     finally:
         os.close(held)
-    with contextlib.suppress(OSError):  # a file system without flags
-        [flags] = struct.unpack("q", fcntl.ioctl(descriptor, GET_FLAGS, bytes(8)))
-        if flags & LOCKED:
-            fcntl.ioctl(descriptor, SET_FLAGS, struct.pack("q", flags & ~LOCKED))
-    return descriptor
 
 
 def sync(path: Path) -> None:

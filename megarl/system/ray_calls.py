@@ -6,13 +6,14 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayTaskError
 
 from megarl.errors import ActorUnreachable, ProcessLost, UserError
-from megarl.system.deaths import DEATHS, why_dead
+from megarl.system.deaths import DEATHS, ENGINE_DEAD, why_dead
 from megarl.system.files import in_thread
 
 THE_SERVICE = "the rollout service"
@@ -76,6 +77,32 @@ def explained(
         f"{which} {'cannot be reached' if is_away else 'died'} ({doing}):"
         f" {why_dead(error)} See run.log for what it printed last; {GOES_ON}"
     )
+
+
+@dataclass
+class CallOutcome:
+    """What a call to one of several engines came to."""
+
+    answer: Any = None
+    problem: str = ""
+    """The error's message; "late" without an answer in time."""
+    is_lost: bool = False
+    """Whether the engine is dead or late."""
+
+    @staticmethod
+    def of(call: asyncio.Future[Any]) -> CallOutcome:
+        """Of a Ray call, which may still run."""
+        if not call.done():
+            return CallOutcome(None, "late", is_lost=True)
+        error = call.exception()
+        if error is None:
+            return CallOutcome(call.result())
+        if isinstance(error, DEATHS):
+            return CallOutcome(None, f"its process died ({why_dead(error)})", is_lost=True)
+        cause = getattr(error, "cause", error)
+        if type(cause).__name__ == ENGINE_DEAD:
+            return CallOutcome(None, "one of its processes died", is_lost=True)
+        return CallOutcome(None, str(cause) or repr(cause))
 
 
 def ask_service(call: Callable[[], Any], doing: str) -> Any:

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from megarl.weights.engine_client import EngineClient
 from megarl.weights.probe import Effect
-from megarl.weights.publication import Engines, FurtherCheck, Publication, SendsWeights, Verify
+from megarl.weights.publication import FurtherCheck, Publication, SendsWeights, Verify
 from megarl.weights.transports.base import Aborted
 from megarl.weights.weight_receipts import receipt_of_adapter
 
@@ -43,7 +44,7 @@ class AdapterPublisher(Publication[SendsAdapters]):
         with self.policy.adapters_off():
             trainer = Effect(expected, self.policy.logprobs(self._probe.samples).float().tolist())
 
-        def check(engines: Engines, scores: Sequence[Sequence[float]]) -> dict[str, float]:
+        def check(engines: EngineClient, scores: Sequence[Sequence[float]]) -> dict[str, float]:
             base = engines.score(
                 self._probe.token_ids, timeout_s=self.config.timeout_s, adapted=False
             )
@@ -55,7 +56,9 @@ class AdapterPublisher(Publication[SendsAdapters]):
 
         return check
 
-    def _send(self, engines: Engines, version: int, files: dict[str, bytes]) -> dict[str, float]:
+    def _send(
+        self, engines: EngineClient, version: int, files: dict[str, bytes]
+    ) -> dict[str, float]:
         timeout_s = self.config.timeout_s
         update = engines.load_adapter(version, files, timeout_s=timeout_s)
         try:

@@ -22,6 +22,7 @@ from megarl.settings.weight_sync import WeightSyncConfig
 from megarl.system.console import say
 from megarl.system.spans import activity
 from megarl.types import Samples
+from megarl.weights.engine_client import EngineClient
 from megarl.weights.probe import Probe
 
 
@@ -55,98 +56,14 @@ class SendsWeights(Protocol):
         ...
 
 
-class Update(Protocol):
-    """A weight update that all engines have begun. Engines are named by positions in
-    `Engines.members`.
-    """
-
-    def poll(self) -> None:
-        """Raises `ProcessLost` if an engine is dead or failed, `Aborted` if it stopped as another
-        gave up.
-        """
-        ...
-
-    def result(self, *, timeout_s: float) -> list[Any]:
-        """Wait for the members' answers: after `Engines.update`, for each rank {"version",
-        "digests", "seconds", "problem"}; after `load_adapter`, {"version", "receipt"}. Raises
-        `ProcessLost` for engines that are dead, have failed or are late.
-        """
-        ...
-
-    def settle(self, *, timeout_s: float) -> list[int]:
-        """After an abort: positions of the engines that still receive, or failed by an error of
-        their own.
-        """
-        ...
-
-
-class Engines(Protocol):
-    """All engines of a run, as trainer rank 0 calls them. Methods with `timeout_s` raise
-    `ProcessLost`.
-    """
-
-    members: list[int]
-    """Numbers, in the run, of the engines that take part; `hold` and `replace` set it."""
-
-    @property
-    def preemptions(self) -> int:
-        """Requests pushed out of a full key-value cache so far."""
-        ...
-
-    @property
-    def missing(self) -> int:
-        """Number of engines that are dead or starting."""
-        ...
-
-    def is_one_host(self) -> bool:
-        """Whether all engines, also replacements, run on the caller's host."""
-        ...
-
-    def connect(self, info: Callable[[int], dict[str, Any]], *, timeout_s: float) -> None:
-        """`info(position)`: an `InitInfo` as a dict."""
-        ...
-
-    def update(self, version: int, *, timeout_s: float) -> Update:
-        """Have every engine begin to receive `version`; returns at once."""
-        ...
-
-    def load_adapter(self, version: int, files: dict[str, bytes], *, timeout_s: float) -> Update:
-        """Have every engine begin to load adapters, {file name: content} in PEFT's format; returns
-        at once.
-        """
-        ...
-
-    def score(
-        self, token_ids: list[int], *, timeout_s: float, adapted: bool = True
-    ) -> list[list[float]]:
-        """For each member, the log-probs of all tokens but the first. `adapted` False: without
-        adapters.
-        """
-        ...
-
-    def hold(self) -> list[int]:
-        """Set `members` to the ready engines; returns those without weights. Raises `ProcessLost`
-        if none is left.
-        """
-        ...
-
-    def replace(self, numbers: Sequence[int]) -> None:
-        """Replace engines by their numbers, and set `members`. Raises as `hold`."""
-        ...
-
-    def admit(self) -> int:
-        """Let replaced engines serve. Returns the number of replacements so far."""
-        ...
-
-
 Model = TypeVar("Model", bound=SendsWeights)
 
-Verify = Callable[[Engines], dict[str, float]]
+Verify = Callable[[EngineClient], dict[str, float]]
 """Rank 0 calls it when a version was sent: checks the engines, sets `Publication.receipts`, returns
 metrics.
 """
 
-FurtherCheck = Callable[[Engines, Sequence[Sequence[float]]], dict[str, float]]
+FurtherCheck = Callable[[EngineClient, Sequence[Sequence[float]]], dict[str, float]]
 """Rank 0 calls it with the engines' log-probs if these agree; returns metrics."""
 
 
@@ -158,7 +75,7 @@ class Publication(ABC, Generic[Model]):
         config: WeightSyncConfig,
         *,
         policy: Model,
-        engines: Engines | None,
+        engines: EngineClient | None,
         mesh: ProcessMesh,
         probe: Probe,
         layouts: str,
@@ -208,17 +125,16 @@ class Publication(ABC, Generic[Model]):
         """
         self._number += 1
 
-        def regroup(engines: Engines) -> list[int]:
+        def regroup(engines: EngineClient) -> list[int]:
             if lost:
                 say(f"megarl: {failure}; replacing lost engines")
-                engines.replace([self.members[position] for position in lost])
-            elif engines.hold():
-                self._is_connected = False
-            if engines.members == self.members:
-                prepare(engines)
-            return [*engines.members]
+            members, has_new = engines.hold([self.members[position] for position in lost])
+            self._is_connected &= not has_new
+            if members == self.members:
+                prepare()
+            return members
 
-        def prepare(engines: Engines) -> None:
+        def prepare() -> None:
             self._doing = f"publishing version {version}"
             self._prepare(version)
 
@@ -227,11 +143,13 @@ class Publication(ABC, Generic[Model]):
         if members is not None and members != self.members:
             self.members, self._is_connected = members, False
             self._resize(len(members))
-            problem, *_ = self._on_main(doing, prepare)
+            problem, *_ = self._on_main(doing, lambda _: prepare())
         if problem:
             raise RuntimeError(problem)
 
-    def _on_main(self, doing: str, work: Callable[[Engines], Any]) -> tuple[str, list[int], Any]:
+    def _on_main(
+        self, doing: str, work: Callable[[EngineClient], Any]
+    ) -> tuple[str, list[int], Any]:
         """Run `work` on rank 0. Returns (error message or "", positions of lost engines, result or
         None).
         """
@@ -253,15 +171,13 @@ class Publication(ABC, Generic[Model]):
             logprobs = self.policy.logprobs(self._probe.samples).float().tolist()
             further = self._further_check(version, logprobs)
 
-        def conclude(engines: Engines) -> tuple[dict[str, float], list[str]]:
+        def conclude(engines: EngineClient) -> tuple[dict[str, float], list[str]]:
             metrics = verify(engines)
             if logprobs:
                 self._doing = f"the probe of version {version}"
                 metrics |= self._check_probe(engines, version, logprobs, further)
             self._doing = "admitting replaced engines"
-            metrics["engines/replaced"] = float(engines.admit())
-            metrics["engines/missing"] = float(engines.missing)
-            metrics["rollout/preemptions"] = float(engines.preemptions)
+            metrics |= engines.admit()
             metrics["time/publish_s"] = time.monotonic() - self._started_at
             return metrics, self.receipts
 
@@ -270,7 +186,11 @@ class Publication(ABC, Generic[Model]):
         return failure, lost, metrics
 
     def _check_probe(
-        self, engines: Engines, version: int, expected: list[float], further: FurtherCheck | None
+        self,
+        engines: EngineClient,
+        version: int,
+        expected: list[float],
+        further: FurtherCheck | None,
     ) -> dict[str, float]:
         with activity(f"probe of weights {version}", kind="publish", of="engines"):
             scores = engines.score(self._probe.token_ids, timeout_s=self.config.timeout_s)

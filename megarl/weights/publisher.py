@@ -18,9 +18,10 @@ from megarl.parallel.collectives import all_reduce, gather_objects
 from megarl.parallel.mesh import ProcessMesh
 from megarl.settings.weight_sync import BUCKET_BYTES, WeightSyncConfig
 from megarl.weights.checksums import Digest, carried, signed
+from megarl.weights.engine_client import EngineCall, EngineClient
 from megarl.weights.parameters import ParameterSpec, refuse_other_model, table_to_json
 from megarl.weights.probe import Probe
-from megarl.weights.publication import Engines, Publication, SendsWeights, Update, Verify
+from megarl.weights.publication import Publication, SendsWeights, Verify
 from megarl.weights.route import Route, RouteSpec, table_fingerprint
 from megarl.weights.transports.base import GIVEN_UP, Aborted, Watch
 from megarl.weights.transports.transport_table import TRANSPORTS
@@ -39,7 +40,7 @@ class Publisher(Publication[SendsWeights]):
         *,
         table: Sequence[ParameterSpec],
         policy: SendsWeights,
-        engines: Engines | None,
+        engines: EngineClient | None,
         num_engines: int,
         engine_tensor: int,
         mesh: ProcessMesh,
@@ -77,8 +78,6 @@ class Publisher(Publication[SendsWeights]):
         self._table = table
         self._open(spec)
         self.members = list(range(num_engines))
-        self._unsettled: list[int] = []
-        """Positions of the engines that had not abandoned the last failed version in time."""
 
     def _open(self, spec: RouteSpec) -> None:
         world = self.mesh.world
@@ -98,11 +97,20 @@ class Publisher(Publication[SendsWeights]):
     def _transfer(self, version: int) -> tuple[str, list[int], Verify]:
         shape = self.route.spec.num_destinations, len(self.route.tensors)
         digests = torch.zeros(shape, dtype=torch.int64)
-        answers, failure = [], None
+        answers, failure, update = [], None, None
         try:
-            answers = self._send(version, digests)
+            if self.engines is None:  # rank 0 has begun in _prepare
+                self._sender.begin(self._number)
+            sources = self.policy.owned()
+            if self.engines is not None:
+                self._connect(self.engines)
+                # returns at once: engines receive meanwhile
+                update = self.engines.update(version, timeout_s=self.config.timeout_s)
+            answers = self._send(sources, update, digests)
         except Exception as error:  # gathered below, so that no rank waits for this one
-            failure = self._explain(error, version)
+            self._sender.abort()
+            unsettled = update.settle(timeout_s=SETTLE_S) if update is not None else []
+            failure = self._explain(error, version, unsettled)
         world = self.mesh.world
         if failures := list(filter(None, gather_objects(failure, world))):
             _, problem, lost = min(failures, key=lambda cause: cause[0])
@@ -111,9 +119,11 @@ class Publisher(Publication[SendsWeights]):
         sums = all_reduce(digests.to(device), world).cpu()  # modulo 2^64
         return "", [], lambda engines: self._verify(version, sums, answers)
 
-    def _explain(self, error: Exception, version: int) -> tuple[int, str, list[int]]:
+    def _explain(
+        self, error: Exception, version: int, unsettled: list[int]
+    ) -> tuple[int, str, list[int]]:
         """(rank of the cause, of which the lowest counts; message; positions of lost engines) of an
-        error.
+        error. `unsettled`: engines that have not abandoned the version in time.
         """
         doing = f"publishing version {version} failed"
         if isinstance(error, Aborted):  # the rank that aborted tells why
@@ -127,53 +137,40 @@ class Publisher(Publication[SendsWeights]):
                     f" in bucket {number + 1} of {len(buckets)}, which begins with"
                     f" {self.route.first_tensor(number)}"
                 )
-            lost = sorted({*error.engines, *self._unsettled})
+            lost = sorted({*error.engines, *unsettled})
             return 1, f"{'; '.join(parts)}: {error}", lost
         # A rank's own error comes first: engines that aborted because of it are not lost.
         traceback.print_exception(error)
         return 0, f"{doing} on rank {self.mesh.world.rank}: {str(error) or repr(error)}", []
 
-    def _send(self, version: int, digests: torch.Tensor) -> list[list[dict[str, Any]]]:
+    def _send(
+        self, sources: Mapping[str, torch.Tensor], update: EngineCall | None, digests: torch.Tensor
+    ) -> list[list[dict[str, Any]]]:
         """Write this rank's weights into each bucket for the transport. Fills `digests`
-        [destinations, tensors] int64; returns on rank 0 the status dict of every [engine][rank].
+        [destinations, tensors] int64; returns on rank 0, which has begun the `update`, the status
+        dict of every [engine][rank].
         """
-        sender, route, timeout_s = self._sender, self.route, self.config.timeout_s
-        update: Update | None = None
-        sent: dict[tuple[int, int], Digest] = {}
-        self._unsettled = []
-        if self.mesh.world.rank > 0:  # rank 0 has begun in _prepare
-            sender.begin(self._number)
-        try:
-            sources = self.policy.owned()
-            if self.engines is not None:
-                self._connect()
-                # returns at once: engines receive meanwhile
-                update = self.engines.update(version, timeout_s=timeout_s)
-            deadline = time.monotonic() + timeout_s
-            watch = self._watch(deadline, update)
-            for bucket in route.buckets:
-                # (copy, source view, target view, box); carried copies them and yields digests
-                regions = (
-                    (copy, copy.taken.view(sources[copy.taken.buffer]), target, copy.taken.box)
-                    for copy, target in sender.reserve(bucket, watch)
-                )
-                for copy, digest in carried(regions):
-                    key = copy.destination, self._tensor_index[copy.tensor]
-                    # digests of a tensor's regions add up
-                    sent[key] = sent.get(key, 0) + digest
-                sender.commit(bucket, watch)
-            for key, digest in sent.items():
-                digests[key] = signed(digest)
-            if update is None:
-                return []
-            return update.result(timeout_s=max(0.0, deadline - time.monotonic()))
-        except Exception:
-            sender.abort()
-            if update is not None:
-                self._unsettled = update.settle(timeout_s=SETTLE_S)
-            raise
+        sender, sent = self._sender, dict[tuple[int, int], Digest]()
+        deadline = time.monotonic() + self.config.timeout_s
+        watch = self._watch(deadline, update)
+        for bucket in self.route.buckets:
+            # (copy, source view, target view, box); carried copies them and yields digests
+            regions = (
+                (copy, copy.taken.view(sources[copy.taken.buffer]), target, copy.taken.box)
+                for copy, target in sender.reserve(bucket, watch)
+            )
+            for copy, digest in carried(regions):
+                key = copy.destination, self._tensor_index[copy.tensor]
+                # digests of a tensor's regions add up
+                sent[key] = sent.get(key, 0) + digest
+            sender.commit(bucket, watch)
+        for key, digest in sent.items():
+            digests[key] = signed(digest)
+        if update is None:
+            return []
+        return update.result(timeout_s=max(0.0, deadline - time.monotonic()))
 
-    def _watch(self, deadline: float, update: Update | None) -> Watch:
+    def _watch(self, deadline: float, update: EngineCall | None) -> Watch:
         """A function that raises in a wait once `deadline` has passed or an engine failed. Only
         rank 0 can name the late engine, so the other ranks wait longer.
         """
@@ -204,19 +201,17 @@ class Publisher(Publication[SendsWeights]):
 
         return watch
 
-    def _connect(self) -> None:
+    def _connect(self, engines: EngineClient) -> None:
         if self._is_connected:
             return
-        assert self.engines is not None
         info = {
             "transport": self.config.transport,
             "spec": asdict(self.route.spec),
             "init_info": self._sender.init_info(),
             "table": table_to_json(self._table),
         }
-        self.engines.connect(
-            lambda position: info | {"engine": position}, timeout_s=self.config.timeout_s
-        )
+        infos = {number: info | {"engine": n} for n, number in enumerate(self.members)}
+        engines.connect(infos, timeout_s=self.config.timeout_s)
         self._is_connected = True
 
     def _verify(

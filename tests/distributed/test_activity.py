@@ -21,7 +21,7 @@ CALLS = {
     "broadcast": lambda axis: collectives.broadcast_object("x", axis, 1),
     "gather": lambda axis: collectives.gather_objects("x", axis),
     "barrier": collectives.barrier,
-    "exchange of samples": lambda axis: Redistribution([3], [[1]], [[0]], axis).move(
+    "all-to-all": lambda axis: Redistribution([3], [[1]], [[0]], axis).move(
         {0: torch.ones(3)} if axis.rank == 1 else {}, torch.float32, torch.device("cpu")
     ),
 }

@@ -17,12 +17,12 @@ from support.policy import make_role, on_mesh, save_state, whole_weights
 from support.ranks import run_ranks
 from support.tiny import write_model
 
-from megarl.engines.client import EngineClient
 from megarl.run.loop import lend_memory
 from megarl.run.rollouts import Generation
 from megarl.settings.training import LoraConfig
 from megarl.trainer.gradient_sums import sums_of
 from megarl.types import Samples
+from megarl.weights.engine_client import EngineClient
 
 CASES: list[dict[str, Any]] = [
     {"zero_stage": 0},

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -100,11 +100,7 @@ class Engines:
 
     def __init__(self, count: int) -> None:
         self.engines, self.replaced, self.admit_fails = [Engine() for _ in range(count)], [], False
-        self.members, self.start_slowly, self.preemptions = list(range(count)), False, 0
-
-    @property
-    def missing(self) -> int:
-        return len(self.engines) - len(self.members)
+        self.members, self.start_slowly = list(range(count)), False
 
     def present(self) -> list[Engine]:
         return [self.engines[number] for number in self.members]
@@ -112,9 +108,9 @@ class Engines:
     def is_one_host(self) -> bool:
         return True
 
-    def connect(self, info: Callable[[int], dict[str, Any]], *, timeout_s: float) -> None:
-        for position, engine in enumerate(self.present()):
-            engine.connect(info(position))
+    def connect(self, infos: Mapping[int, dict[str, Any]], *, timeout_s: float) -> None:
+        for number, info in infos.items():
+            self.engines[number].connect(info)
 
     def update(self, version: int, *, timeout_s: float) -> Answer:
         return Answer(self.present(), version)
@@ -122,22 +118,19 @@ class Engines:
     def score(self, token_ids: list[int], *, timeout_s: float) -> list[list[float]]:
         return [[0.0] * (len(token_ids) - 1) for _ in self.members]
 
-    def replace(self, numbers: Sequence[int]) -> None:
-        self.replaced += numbers
-        for number in numbers:
+    def hold(self, lost: Sequence[int] = ()) -> tuple[list[int], bool]:
+        self.replaced += lost
+        for number in lost:
             self.engines[number] = Engine()
-        if self.start_slowly:
-            self.members = [number for number in self.members if number not in numbers]
+        every = list(range(len(self.engines)))
+        slow = lost if self.start_slowly else ()
+        before, self.members = self.members, [number for number in every if number not in slow]
+        return self.members, bool(lost) or before != self.members
 
-    def hold(self) -> list[int]:
-        joins = set(range(len(self.engines))) - set(self.members)
-        self.members = list(range(len(self.engines)))
-        return sorted(joins)
-
-    def admit(self) -> int:
+    def admit(self) -> dict[str, float]:
         if self.admit_fails:
             raise RuntimeError("nobody home")
-        return 0
+        return {"engines/missing": float(len(self.engines) - len(self.members))}
 
 
 class Policy:

@@ -13,7 +13,6 @@ from typing import Any
 import ray
 import torch
 
-from megarl.engines.client import EngineClient
 from megarl.engines.pool import EngineManager, EngineStarts
 from megarl.parallel import mesh as mesh_module
 from megarl.parallel.layout import Layout
@@ -24,6 +23,7 @@ from megarl.settings.weight_sync import WeightSyncConfig
 from megarl.system.placement import own_seats
 from megarl.system.process_env import engine_environment, own_cluster_token, prepare_environment
 from megarl.types import Samples, Segment
+from megarl.weights.engine_client import EngineClient
 from megarl.weights.probe import Probe
 from megarl.weights.publisher import Publisher
 from megarl.weights.recorded_table import recorded_table
@@ -197,7 +197,7 @@ def engines_in(
 
     actor = ray.remote(Manager).options(num_cpus=0, max_concurrency=100).remote(starts)
     cluster._owned.append(actor)
-    return Engines(actor, starts)
+    return Engines(actor, starts.timeout_s)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -70,8 +71,8 @@ def rollout_service(
     kind: type[RolloutService] = RolloutService,
     **settings: Any,
 ) -> RolloutService:
-    """A service for one rank, whose last step is 5. `settings`: further arguments of `kind`, and
-    `transcripts`, a number for each step, and `dealing`, further arguments of `shares`.
+    """A service for one rank, whose last step is 5. `settings`: further arguments of `kind` and of
+    `run_settings`, and `transcripts`, a number for each step, and `dealing`, further arguments of `shares`.
     """
     ranks = settings.setdefault("num_data_ranks", 1)
     deal = functools.partial(
@@ -82,8 +83,32 @@ def rollout_service(
         transcripts=settings.pop("transcripts", 0),
         **settings.pop("dealing", {}),
     )
-    usual: dict[str, Any] = dict(seed=3, environment=OneStep(), deal=deal, last_step=5)
-    return kind(config=config, prompts=prompts, engines=engines, **usual | settings)
+    usual: dict[str, Any] = {"environment": OneStep(), "deal": deal}
+    run = run_settings(config, **{name: settings.pop(name) for name in SETTINGS & settings.keys()})
+    return kind(config=run, prompts=prompts, engines=engines, **usual | settings)
+
+
+SETTINGS = {"last_step", "group_filter", "greedy_baseline", "max_failure_share"}
+
+
+def run_settings(
+    rollout: RolloutConfig,
+    *,
+    last_step: int = 5,
+    group_filter: str = "differing",
+    greedy_baseline: bool = False,
+    max_failure_share: float = 1.0,
+) -> Any:
+    """What the service reads of a `RunConfig`."""
+    return SimpleNamespace(
+        rollout=rollout,
+        seed=3,
+        steps=last_step + 1,
+        group_filter=group_filter,
+        greedy_baseline=greedy_baseline,
+        algorithm=SimpleNamespace(truncated="train"),
+        environment=SimpleNamespace(max_turns=0, max_failure_share=max_failure_share),
+    )
 
 
 def dealt(groups: list[Group], **settings: Any) -> SharePlan:

@@ -1,6 +1,4 @@
-"""What stands in a run folder where megarl keeps a file or a folder of its own, and is none: it is
-refused in a line before anything reads or writes it. And JSON that cannot be read to its depth.
-"""
+"""Damaged files of a run folder are named, and what programs leave behind is removed."""
 
 from __future__ import annotations
 
@@ -9,32 +7,22 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.tiny import sft_config
 
-from megarl import cli
 from megarl.apps.runs.report import write_report
 from megarl.apps.tune.reference_scores import read_scores, write_scores
 from megarl.checkpoints import lease, manifest
-from megarl.checkpoints.run_folder import check_writable, plan_folder
-from megarl.errors import UserError
 from megarl.ledger.journal import Reader
 from megarl.observe.sinks import read_records
-from megarl.system.files import refuse_unfit, remove_folder
+from megarl.system.files import remove_folder
 from megarl.system.trace_files import read_traces
 
 DEEP = "[" * 200_000
 OWNER = ".owner.json"
-FILES = (
-    *(OWNER, "ledger.jsonl", "metrics.jsonl", "evaluations.jsonl", "transcripts.jsonl"),
-    *("transcripts.000001-000002.jsonl", "recipe.yaml", "run.log", "report.html"),
-    *("activity/rank0.json", "activity/stacks/rank0.txt", "reference/0a.npy"),
-)
-FOLDERS = ("activity", "activity/stacks", "checkpoints", "reference", "tensorboard")
 
 
 @pytest.fixture(autouse=True)
@@ -49,81 +37,6 @@ def nothing_hangs() -> Iterator[None]:
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
-
-
-def run_folder(folder: Path) -> Path:
-    """A folder with a file or a folder of every name."""
-    for name in FOLDERS:
-        (folder / name).mkdir(parents=True, exist_ok=True)
-    for name in FILES:
-        (folder / name).touch()
-    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
-    (folder / "checkpoints/step_000001").mkdir()
-    return folder
-
-
-ODD: dict[str, Callable[[Path], object]] = {
-    "a FIFO": os.mkfifo,
-    "a device": lambda path: path.symlink_to("/dev/zero"),
-    "a symbolic link to nothing": lambda path: path.symlink_to("/nonexistent/x"),
-    "a loop of symbolic links": lambda path: path.symlink_to(path.name),
-}
-
-
-@pytest.mark.parametrize("kind", [*ODD, "a folder or a file"])
-def test_what_is_no_file_or_folder_is_refused_by_every_door(tmp_path: Path, kind: str) -> None:
-    run = run_folder(tmp_path / "run")
-    config = sft_config(run, steps=1, resume="auto")
-    refuse_unfit(run)
-    for name in (*FILES, *FOLDERS):
-        path = run / name
-        aside = tmp_path / "aside"
-        path.rename(aside)
-        found = kind
-        if kind in ODD:
-            ODD[kind](path)
-        elif name in FILES:
-            path.mkdir()
-            found = "a folder"
-        else:
-            path.touch()
-            found = "a file"
-        with pytest.raises(ValueError) as said:
-            refuse_unfit(run)
-        message = str(said.value)
-        assert message.startswith(f"{path} is {found}, ") and "move it away" in message
-        for starts in (True, False):
-            with pytest.raises(ValueError, match=name), plan_folder(config, starts=starts):
-                pass
-        with pytest.raises(ValueError, match=name):
-            check_writable(str(run), setting="folder")
-        for command in ("status", "report", "ledger"):
-            with pytest.raises(UserError, match=name):
-                cli.plan([command, str(run)]).run()
-        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
-        aside.rename(path)
-    refuse_unfit(run)
-
-
-def test_links_files_of_others_and_files_that_vanish_pass(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = run_folder(tmp_path / "run")
-    (run / "metrics.jsonl").rename(tmp_path / "elsewhere")
-    (run / "metrics.jsonl").symlink_to(tmp_path / "elsewhere")
-    (run / "checkpoints").rename(tmp_path / "large disk")
-    (run / "checkpoints").symlink_to(tmp_path / "large disk")
-    (run / "checkpoints/latest").symlink_to("step_000009")  # what is removed as the run goes on
-    os.mkfifo(run / "checkpoints/step_000001/x")
-    (run / "notes").mkdir()
-    refuse_unfit(run)
-    refuse_unfit(tmp_path / "none")
-    refuse_unfit(tmp_path / "elsewhere")
-    (run / "gone").touch()  # between the list of the folder and the look at it
-    listed = list(os.scandir(run))
-    (run / "gone").unlink()
-    monkeypatch.setattr(os, "scandir", lambda path: iter(listed if path == run else []))
-    refuse_unfit(run)
 
 
 def test_json_too_deep_to_read_is_damage(tmp_path: Path) -> None:
@@ -206,10 +119,6 @@ LEFT_BEHIND = {
     "deep": "for _ in range(1500): os.mkdir('d'); os.chdir('d')",
     "long": "for _ in range(60): os.mkdir('n' * 255); os.chdir('n' * 255)",
     "closed": "os.makedirs('a/b/c'); os.chmod('a/b', 0); os.chmod('a', 0o500)",
-    "locked": """
-import subprocess
-os.makedirs('a/b/c'); open('a/f', 'w').close(); open('a/b/g', 'w').close()
-subprocess.run("chattr +i a/f a/b; chattr +a a", shell=True, stderr=-3)""",
     "links": "os.symlink('../kept', 'a'); os.mkdir('b'); os.symlink('../../kept/file', 'b/c');"
     " os.mkfifo('d'); os.symlink('a', 'b/e'); os.link('../kept/file', 'f')",
 }

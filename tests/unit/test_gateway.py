@@ -25,6 +25,7 @@ from megarl.apps.tools.markup import TurnMarkup
 from megarl.apps.tools.parsers import CallReader
 from megarl.apps.tools.tool import CallError
 from megarl.environments.codec import Codec
+from megarl.environments.scoring import Environment
 from megarl.environments.session import Answer, Observation
 from megarl.environments.user_calls import LimitExceeded
 from megarl.rollout.attempts import trained_part
@@ -600,3 +601,37 @@ def test_programs_at_once_are_limited(codec: Codec) -> None:
         return most
 
     assert max(asyncio.run(run())) == 2
+
+
+PLACED = """
+import sys, time
+from pathlib import Path
+with open(Path(sys.argv[1], "began"), "a") as file:
+    file.write("x")
+while not Path(sys.argv[1], "goes").exists():
+    time.sleep(0.02)
+"""
+
+
+async def test_a_rollout_cut_off_before_it_has_a_place_starts_no_program(
+    codec: Codec, tmp_path: Path
+) -> None:
+    """Nor does it keep the place from the next one."""
+    (tmp_path / "agent.py").write_text(PLACED)
+    began, prompt = tmp_path / "began", Prompt(0, "1", [], "")
+    agent: Any = {"command": ["python", f"{tmp_path}/agent.py", str(tmp_path)], "at_once": 1}
+    config = EnvironmentConfig(agent=agent, isolate=False, num_workers=1)
+    environment = Environment(config, codec)
+    await environment.start()
+    first = asyncio.create_task(environment.begin("first", prompt))
+    while not began.exists():
+        await asyncio.sleep(0.02)
+    second = asyncio.create_task(environment.begin("second", prompt))
+    await asyncio.sleep(0.2)
+    second.cancel()
+    await environment.cut_off("second", 0)
+    (tmp_path / "goes").touch()
+    await first
+    await environment.begin("third", prompt)
+    await environment.close()
+    assert began.read_text() == "xx"

@@ -659,8 +659,6 @@ def test_events_are_read_as_they_were_written() -> None:
     for one in told:
         again = from_record(json.loads(json.dumps(to_record(one))))
         assert again == one
-    in_order = to_record(told[0])
-    assert not {"dispatch", "used", "max_open"} & set(in_order), "earlier versions read it"
     for wrong in ({}, {"event": "lost"}, {"event": "accepted"}, {"event": "finished"}):
         with pytest.raises(ValueError, match="is not an event of a ledger"):
             from_record(wrong)

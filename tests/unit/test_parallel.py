@@ -13,6 +13,7 @@ from megarl.parallel import balance
 from megarl.parallel.layout import Layout, resolve
 from megarl.parallel.prefix_balance import FamilyBalance
 from megarl.parallel.prefix_tree import Prefix, Size
+from megarl.system.signals import AGENT
 
 DEGREES = st.integers(1, 4)
 
@@ -42,6 +43,25 @@ def test_resolve_fills_in_data_and_refuses_what_does_not_match() -> None:
         resolve(data=2, sequence=4, tensor=2, num_ranks=8)
     with pytest.raises(ValueError, match="does not divide 6 ranks"):
         resolve(data=0, sequence=4, tensor=1, num_ranks=6)
+
+
+@pytest.mark.parametrize(("variables", "option"), [
+    ({}, "--ranks"),
+    ({"TORCHELASTIC_RUN_ID": "1"}, "--nproc-per-node"),
+    ({"TORCHELASTIC_RUN_ID": "1", AGENT: "1"}, "--ranks"),
+])  # fmt: skip
+def test_the_option_that_is_named_is_that_of_the_launcher(
+    variables: dict[str, str], option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a plain torchrun, or of megarl's own."""
+    for name in ("TORCHELASTIC_RUN_ID", AGENT):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=rf"start a multiple of 4 ranks \({option}\)"):
+        resolve(data=0, sequence=4, tensor=1, num_ranks=6)
+    with pytest.raises(ValueError, match=rf"start more ranks \({option}\)"):
+        Layout(expert=2)
 
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=60)

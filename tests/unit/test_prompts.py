@@ -25,7 +25,6 @@ from tokenizers import processors
 from megarl.data.demonstrations import load_demonstrations
 from megarl.data.rows import READERS, fingerprint
 from megarl.data.source import load_prompts
-from megarl.rollout.attempts import PromptSource
 from megarl.settings.config import SftConfig, read
 from megarl.settings.data import DemonstrationsConfig, PromptsConfig
 
@@ -90,8 +89,8 @@ ASKED, REPLY = turns("user", "q"), turns("assistant", "a")
 def test_every_format_gives_the_same_prompts(suffix: str, tmp_path: Path) -> None:
     rows = [{"prompt": f'{n}, "{n}"\nis', "answer": str(n)} for n in range(5)]
     file = write(tmp_path / f"rows{suffix}", rows)
-    source: PromptSource = prompts(file)
-    found = [(one.index, one.text, one.answer, one.fields) for one in source]  # type: ignore[attr-defined]
+    source = prompts(file)
+    found = [(one.index, one.text, one.answer, one.fields) for one in source]
     assert found == [(n, row["prompt"], row["answer"], row) for n, row in enumerate(rows)]
     assert source.at(0).token_ids == TOKENIZER(source.at(0).text).input_ids
     assert len(prompts(file, limit=2)) == 2

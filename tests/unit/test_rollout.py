@@ -91,12 +91,12 @@ class Service(RolloutService):
 
     async def start(self, receipts: Any = ()) -> None:
         for engine in self.engines.engines:
-            engine.version = self.window.version
+            engine.remote.version = self.window.version
         await super().start(receipts)
 
     async def release(self, version: int, receipts: Any = ()) -> None:
         for engine in self.engines.engines:
-            engine.version = version
+            engine.remote.version = version
         await super().release(version, receipts)
 
 

@@ -20,11 +20,9 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryErr
 from support.commands import python, started, until
 from support.rollouts import requested
 
-from megarl.engines import client as engine_client
 from megarl.engines import pool as engines_module
-from megarl.engines.client import EngineCall
 from megarl.engines.interface import Pauses, Pulse
-from megarl.engines.pool import CallOutcome, EngineManager, EngineStarts
+from megarl.engines.pool import EngineManager, EngineStarts
 from megarl.errors import ActorUnreachable, ProcessLost, UserError
 from megarl.rollout import client as rollout_client
 from megarl.rollout.requests import MOST_LOSSES, EnginePool, RequestRoute
@@ -33,7 +31,10 @@ from megarl.settings.rollout import ENGINE_STARTS, RolloutConfig
 from megarl.settings.schema import replace
 from megarl.system import ray_calls as asking
 from megarl.system.processes import end, is_alive, is_tracker, with_descendants
+from megarl.system.ray_calls import CallOutcome
 from megarl.types import Prompt, Segment
+from megarl.weights import engine_client
+from megarl.weights.engine_client import EngineCall, EngineClient
 from megarl.weights.transports.base import GIVEN_UP, Aborted
 
 PROMPT = Prompt(3, "p", [1, 2], "a")
@@ -69,6 +70,7 @@ class Engine:
     def __init__(self, *errors: Exception, spans: Any = ((0, 1),)) -> None:
         self.errors, self.seeds, self.spans = list(errors), list[int](), list(spans)
         self.gate: asyncio.Event | None = None
+        self.fails: Exception | None = None
 
     async def generate(self, *arguments: Any, seed: int, **rest: Any) -> Segment:
         self.seeds.append(seed)
@@ -76,6 +78,8 @@ class Engine:
             raise self.errors.pop(0)
         if self.gate is not None:
             await self.gate.wait()
+        if self.fails:
+            raise self.fails
         count = sum(number for _, number in self.spans)
         return Segment("model", count, None, self.spans, "stop")
 
@@ -95,9 +99,15 @@ async def test_requests_of_a_lost_engine_go_to_another_with_their_seed() -> None
     assert not running.done()
     pool.replace(0, fresh := Engine())
     await asyncio.wait_for(running, 1)
-    pool._lose(0, engines[0])  # a late loss, of the engine before
     await asyncio.wait_for(requested(pool, PROMPT, 10), 1)
     assert fresh.seeds == [9, 10]
+    late = asyncio.create_task(requested(pool, PROMPT, 11, RequestRoute(0)))
+    fresh.gate, fresh.fails = asyncio.Event(), ProcessLost("gone")
+    await asyncio.sleep(0.01)
+    pool.replace(0, Engine())
+    fresh.gate.set()
+    await asyncio.wait_for(late, 1)
+    assert not pool.engines[0].is_lost, "the late loss is of the engine before"
     doomed = [Engine(ProcessLost("gone")) for _ in range(MOST_LOSSES + 1)]
     with pytest.raises(RuntimeError, match=rf"{MOST_LOSSES} engines were lost .* prompt 3,"):
         await asyncio.wait_for(requested(EnginePool(doomed, RolloutConfig()), PROMPT, 7), 5)
@@ -117,7 +127,7 @@ async def test_a_group_goes_to_one_engine_unless_that_has_a_group_more_than_anot
         running += [asyncio.create_task(requested(pool, prompt, 10 * index + n)) for n in range(8)]
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-    assert pool._load == [16, 8]
+    assert [engine.load for engine in pool.engines] == [16, 8]
     assert engines[0].seeds == [*range(8), *range(20, 28)]
     assert engines[1].seeds == [*range(10, 18)]
     # The next samples of the first group find its engine too far ahead.
@@ -127,7 +137,7 @@ async def test_a_group_goes_to_one_engine_unless_that_has_a_group_more_than_anot
     for engine in engines:
         engine.gate.set()
     await asyncio.gather(*running, more)
-    assert pool._load == [0, 0] and not pool._homes
+    assert [engine.load for engine in pool.engines] == [0, 0] and not pool._homes
 
 
 class Held(Engine):
@@ -198,7 +208,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
         made.asked.append(made.now)
         return made.silent()
 
-    def wait(references: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+    def wait(
+        references: list[Any], num_returns: int, timeout: float
+    ) -> tuple[list[Any], list[Any]]:
         made.now += timeout
         return (references, []) if made.now > made.answers_s else ([], references)
 
@@ -322,7 +334,7 @@ class Run:
     async def serves(self) -> None:
         """Both engines have weights."""
         assert await self.manager.ready() == ""
-        assert (await self.manager.hold())[:2] == ([0, 1], [0, 1])
+        assert (await self.manager.hold())[:2] == ([0, 1], True)
         await self.manager.admit()
 
     async def until(self, *states: str) -> None:
@@ -362,16 +374,17 @@ async def test_an_engine_in_the_place_of_a_dead_one_serves_after_the_next_public
         await run.until("ready", "starting")
         while made:
             await asyncio.sleep(0.002)
-        members, fresh, notices = await run.manager.hold()
-        assert (members, fresh) == ([0], []) and "engine 1 is dead" in notices[0]
+        members, has_new, notices = await run.manager.hold()
+        assert (members, has_new) == ([0], False) and "engine 1 is dead" in notices[0]
         assert "no memory left; it is started again" in notices[1]
         await run.manager.admit()
         slow.is_ready = True
         await run.until("ready", "ready")
         assert run.used == [0, 1]
-        members, fresh, (line,) = await run.manager.hold()
-        assert (members, fresh) == ([0, 1], [1]) and "engine 1 is ready again" in line
-        assert await run.manager.admit() == (2, 0)
+        members, has_new, (line,) = await run.manager.hold()
+        assert (members, has_new) == ([0, 1], True) and "engine 1 is ready again" in line
+        metrics = await run.manager.admit()
+        assert (metrics["engines/replaced"], metrics["engines/missing"]) == (2, 0)
         assert run.used == [0, 1, 1] and run.failures == []
 
 
@@ -381,11 +394,11 @@ async def test_an_engine_that_is_lost_in_a_publication_joins_a_later_one() -> No
         await run.manager.hold()
         run.actors[1].refuses["update"] = RuntimeError("no room")
         run.arguments["make"] = lambda: Actor(is_ready=False)
-        _, bad = await run.manager.call("update", [(3, 1.0)] * 2, 5.0)
+        _, bad = await run.manager.call("update", (3, 1.0), 5.0)
         assert bad == CallOutcome(None, "no room") and ("update", 3, 1.0) in run.actors[0].calls
-        assert (await run.manager.hold([1]))[:2] == ([0], [])
+        assert (await run.manager.hold([1]))[:2] == ([0], False)
         await run.until("ready", "starting")
-        assert (await run.manager.hold([1]))[:2] == ([0], []), "it is not ended again"
+        assert (await run.manager.hold([1]))[:2] == ([0], False), "it is not ended again"
         assert len(run.actors) == 3 and run.failures == []
 
 
@@ -413,9 +426,9 @@ async def test_an_engine_that_is_getting_weights_counts_when_the_last_other_is_l
         while len(run.actors) < 3:
             await asyncio.sleep(0.005)
         await run.until("ready", "ready")
-        assert (await run.manager.hold())[:2] == ([0, 1], [1])
+        assert (await run.manager.hold())[:2] == ([0, 1], True)
         run.arguments["make"] = lambda: Actor(is_ready=False)
-        assert (await run.manager.hold([0]))[:2] == ([1], [1])
+        assert (await run.manager.hold([0]))[:2] == ([1], True)
         await run.until("starting", "ready")
         await run.manager.admit()
         assert run.used == [0, 1, 1] and run.failures == []
@@ -429,8 +442,20 @@ async def test_a_publication_that_leaves_no_engine_with_weights_ends_the_run() -
         run.actors[0].error = DEAD
         while len(run.actors) < 2:
             await asyncio.sleep(0.005)
-        with pytest.raises(ProcessLost, match="no engine is left that has weights; `--resume"):
+        with pytest.raises(ProcessLost, match=r"that has weights \(engine 0 is dead .*; `--resume"):
             await run.manager.admit()
+
+
+async def test_a_publication_that_finds_no_engine_says_why() -> None:
+    async with managed(Actor()) as run:
+        assert await run.manager.ready() == ""
+        run.arguments["make"] = lambda: Actor(is_ready=False)
+        run.actors[0].error = DEAD
+        await run.until("starting")
+        with pytest.raises(
+            ProcessLost, match=r"no engine is left \(engine 0 is dead .*; `--resume"
+        ):
+            await run.manager.hold()
 
 
 async def test_an_engine_that_dies_as_it_connects_costs_no_other(
@@ -440,8 +465,7 @@ async def test_an_engine_that_dies_as_it_connects_costs_no_other(
     loop = asyncio.get_running_loop()
     async with managed() as run:
         await run.serves()
-        client = engine_client.EngineClient(None, run.manager._starts)
-        client.members = [0, 1]
+        client = EngineClient(None, run.manager._starts.timeout_s)
 
         def ask(method: str, *arguments: Any, timeout_s: float) -> Any:
             call = getattr(run.manager, method)(*arguments)
@@ -452,7 +476,7 @@ async def test_an_engine_that_dies_as_it_connects_costs_no_other(
         run.actors[1].refuses["connect"] = DEAD
         loop.call_later(0.2, run.actors[0].waits.clear)
         with pytest.raises(ProcessLost) as lost:
-            await asyncio.to_thread(client.connect, lambda position: {}, timeout_s=20.0)
+            await asyncio.to_thread(client.connect, {0: {}, 1: {}}, timeout_s=20.0)
         assert lost.value.engines == (1,)
 
 
@@ -549,7 +573,7 @@ async def test_engines_that_take_turns_with_the_trainer_start_when_weights_are_s
         await run.until("ready", "starting")
         assert not held.done()
         run.actors[2].is_ready = True
-        assert (await asyncio.wait_for(held, 5))[:2] == ([0, 1], [1])
+        assert (await asyncio.wait_for(held, 5))[:2] == ([0, 1], True)
         run.actors[0].refuses["sleep"] = RuntimeError("no")
         assert await run.manager.sleep(5.0) == ["engine 0 failed: no"]
 
@@ -622,7 +646,8 @@ def test_a_call_to_all_engines_names_those_that_failed(
 ) -> None:  # fmt: skip
     """It ends with the first failure: engines that have no answer by then are not late."""
     monkeypatch.setattr(engine_client.ray, "wait", lambda references, timeout: (references, []))
-    engines: Any = SimpleNamespace(answer=lambda *_: outcomes, ask=lambda *_, **__: outcomes)
+    monkeypatch.setattr(engine_client, "ask", lambda *_: outcomes)
+    engines: Any = SimpleNamespace(ask=lambda *_, **__: outcomes)
     call = EngineCall(engines, "reference")
     assert call.settle(timeout_s=1.0) == unsettled
     if error is None:
@@ -651,7 +676,7 @@ def test_a_service_that_a_signal_has_ended_is_no_error(
     }
     service = SimpleNamespace(**calls)
     monkeypatch.setattr(rollout_client.ray, "get_actor", lambda name: service)
-    monkeypatch.setattr(rollout_client.ray, "wait", lambda found, timeout: (found, []))
+    monkeypatch.setattr(rollout_client.ray, "wait", lambda found, **_: (found, []))
     monkeypatch.setattr(rollout_client, "ask", dead)
     monkeypatch.setattr(rollout_client, "ask_service", dead)
     client = rollout_client.RolloutClient(0, silence_s=1.0)

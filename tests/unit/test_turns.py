@@ -133,7 +133,8 @@ def play(
 
     async def replace_the_dead() -> None:
         while True:
-            for number, engine in enumerate(pool.engines):
+            for number, served in enumerate(pool.engines):
+                engine = served.remote
                 if isinstance(engine, RandomEngine) and engine.is_dead:
                     # What it was asked stays on record: those answers were taken.
                     pool.replace(number, RandomEngine(number, draw, asked=engine.asked))

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -200,13 +200,18 @@ class Readers:
     def __init__(self, case: Case) -> None:
         self.axis, self.tensor = case.wire, case.task["engine_tensor"]
         self.engines = case.task["engines"]
-        self.members, self.missing, self.preemptions = list(range(self.engines)), 0, 0
 
     def is_one_host(self) -> bool:
         return True
 
-    def connect(self, info: Callable[[int], dict[str, Any]], *, timeout_s: float) -> None:
-        broadcast_object([info(number) for number in range(self.engines)], self.axis)
+    def connect(self, infos: Mapping[int, dict[str, Any]], *, timeout_s: float) -> None:
+        broadcast_object([*infos.values()], self.axis)
+
+    def hold(self, lost: Sequence[int]) -> tuple[list[int], bool]:
+        return list(range(self.engines)), False
+
+    def admit(self) -> dict[str, float]:
+        return {}
 
     def update(self, version: int, *, timeout_s: float) -> Any:
         broadcast_object(version, self.axis)
@@ -219,7 +224,7 @@ class Readers:
     def poll(self, **_: Any) -> int:
         return 0
 
-    settle = admit = hold = poll
+    settle = poll
 
 
 class Trainer:

@@ -168,8 +168,15 @@ def build(scale: Namespace, fleets: list[Any], folder: Path) -> dict[str, Any]:
     beat = heartbeat(folder / "heartbeat.json")
     environment.beat = asyncio.get_running_loop().create_task(beat)
     return dict(
-        config=config,
-        seed=0,
+        config=SimpleNamespace(
+            rollout=config,
+            seed=0,
+            steps=STEPS,
+            group_filter="all",
+            greedy_baseline=False,
+            algorithm=SimpleNamespace(truncated="train"),
+            environment=SimpleNamespace(max_turns=0, max_failure_share=1.0),
+        ),
         prompts=SimulatedPrompts(),
         engines=[RemoteEngine(one, channel, number=n) for n, one in enumerate(members)],
         environment=environment,
@@ -181,7 +188,6 @@ def build(scale: Namespace, fleets: list[Any], folder: Path) -> dict[str, Any]:
             micro_batch_tokens=2 * scale.tokens,
             transcripts=2,
         ),
-        last_step=STEPS - 1,
         ledger=Recorder(folder / "ledger.jsonl"),
         keep=stored,
     )

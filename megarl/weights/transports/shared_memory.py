@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import secrets
 import threading
 from collections.abc import Callable, Iterator
 from io import FileIO
@@ -54,23 +53,14 @@ class SharedCounters:
         head = (1 + senders + receivers) * LINE * 8
         self._head = -(-head // mmap.PAGESIZE) * mmap.PAGESIZE
         size = self._head + num_bytes
-        file, _, key = path.partition("#")
         if path:
-            self._file = _open(file, size)
+            self._file = _open(path, size)
         else:
             descriptor = os.memfd_create("megarl-weights", os.MFD_CLOEXEC)
             self._file = FileIO(descriptor, "r+")
             self._file.truncate(size)
-            file, key = f"/proc/{os.getpid()}/fd/{descriptor}", str(secrets.randbits(62))
         self._map = mmap.mmap(self._file.fileno(), size)
-        first_line = np.frombuffer(self._map, dtype=np.int64, count=LINE)
-        if not path:
-            first_line[1] = int(key)
-        elif first_line[1] != int(key):
-            self.close()
-            raise RuntimeError(f"what lies at {file} {NOT_HERE}")
-        self.path = f"{file}#{key}"
-        """FILE#NUMBER: what to open, and a random number that identifies the memory."""
+        self.path = path or f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
         self._counters = np.frombuffer(self._map, dtype=np.int64, count=head // 8)[::LINE]
         self._fence = threading.Lock()
 

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 
-from megarl.engines.pool import ActorHandle, CallOutcome, EngineStarts
 from megarl.errors import ProcessLost
 from megarl.settings.rollout import ENGINE_STARTS
 from megarl.system.console import say
-from megarl.system.ray_calls import SERVICE_TIMEOUT_S, THE_SERVICE, ask
+from megarl.system.ray_calls import SERVICE_TIMEOUT_S, THE_SERVICE, CallOutcome, ask
 from megarl.weights.transports.base import GIVEN_UP, Aborted
+
+DOING = "calling the engines"
 
 
 class EngineCall:
-    """A call to all members at once (`publication.Update`)."""
+    """A call to all engines of the present publication, in which they are named by position."""
 
     def __init__(self, engines: EngineClient, reference: Any) -> None:
         """`reference`: Ray's, of the call to the service."""
@@ -29,10 +29,12 @@ class EngineCall:
             self.result(timeout_s=0.0)
 
     def result(self, *, timeout_s: float) -> list[Any]:
-        """The members' answers. Raises `ProcessLost` for engines that are dead, failed or late, and
+        """The engines' answers. Raises `ProcessLost` for those that are dead, failed or late, and
         `Aborted` if one only stopped because another process gave up.
         """
-        outcomes: list[CallOutcome] = self._engines.answer(self._reference, timeout_s)
+        outcomes: list[CallOutcome] = ask(
+            THE_SERVICE, self._reference, timeout_s + SERVICE_TIMEOUT_S, DOING
+        )
         failed = {n: outcome.problem for n, outcome in enumerate(outcomes) if outcome.problem}
         # The call ends at the first failure: others are late only if none has failed.
         known = {n: why for n, why in failed.items() if why != "late"}
@@ -45,7 +47,9 @@ class EngineCall:
         return [outcome.answer for outcome in outcomes]
 
     def settle(self, *, timeout_s: float) -> list[int]:
-        """Positions of the members where the call still runs, or failed by an error of its own."""
+        """After an abort: the engines where the call still runs, or failed by an error of its
+        own.
+        """
         outcomes: list[CallOutcome] = self._engines.ask("settled", timeout_s, timeout_s=timeout_s)
         return [
             n
@@ -55,37 +59,25 @@ class EngineCall:
 
 
 class EngineClient:
-    """All engines of a run (`publication.Engines`)."""
+    """All engines of a run. Methods with `timeout_s` raise `ProcessLost`."""
 
-    def __init__(self, service: ActorHandle, starts: EngineStarts) -> None:
-        """`service`: the Ray actor that owns the engines."""
-        self._service, self._starts = service, starts
-        self.members = list[int]()
-        """Numbers of the engines in the present publication."""
-        self.preemptions = 0
-        """Requests pushed out of a full key-value cache so far."""
-
-    @property
-    def missing(self) -> int:
-        """Engines that do not get the present weights."""
-        return len(self._starts.actors) - len(self.members)
+    def __init__(self, service: Any, start_timeout_s: float) -> None:
+        """`service`: the Ray actor that owns the engines. `start_timeout_s`: of one engine."""
+        self._service, self._start_timeout_s = service, start_timeout_s
 
     def ask(self, method: str, *arguments: Any, timeout_s: float = 0.0) -> Any:
         """The answer of a method of `EngineManager` that takes at most `timeout_s`."""
-        return self.answer(self._begin(method, *arguments), timeout_s)
+        reference = self._service.engine_call.remote(method, *arguments)
+        return ask(THE_SERVICE, reference, timeout_s + SERVICE_TIMEOUT_S, DOING)
 
-    def answer(self, reference: Any, timeout_s: float) -> Any:
-        return ask(THE_SERVICE, reference, timeout_s + SERVICE_TIMEOUT_S, "calling the engines")
-
-    def _begin(self, method: str, *arguments: Any) -> Any:
-        return self._service.engine_call.remote(method, *arguments)
-
-    def _call(self, method: str, arguments: list[Any], timeout_s: float) -> EngineCall:
-        return EngineCall(self, self._begin("call", method, arguments, timeout_s))
+    def _begin(self, method: str, *arguments: Any, timeout_s: float) -> EngineCall:
+        """Call a method of every engine."""
+        reference = self._service.engine_call.remote("call", method, arguments, timeout_s)
+        return EngineCall(self, reference)
 
     def wait(self) -> None:
         """Block until all engines are ready. Raises `RuntimeError` if one cannot start."""
-        if problem := self.ask("ready", timeout_s=self._starts.timeout_s):
+        if problem := self.ask("ready", timeout_s=self._start_timeout_s):
             raise RuntimeError(problem)
         self.hold()
 
@@ -93,15 +85,12 @@ class EngineClient:
         """Whether the Ray cluster has only this node."""
         return sum(node["Alive"] for node in ray.nodes()) == 1
 
-    def connect(self, info: Callable[[int], dict[str, Any]], *, timeout_s: float) -> None:
-        """Raises `ProcessLost` if an engine is dead or late, `RuntimeError` if a living one cannot
-        receive.
+    def connect(self, infos: Mapping[int, dict[str, Any]], *, timeout_s: float) -> None:
+        """`infos`: {number of an engine: an `InitInfo` as a dict}. Raises `ProcessLost` if an
+        engine is dead or late, `RuntimeError` if a living one cannot receive.
         """
-        infos = [(info(position),) for position in range(len(self.members))]
-        # Of all: a healthy engine that is still at it when another fails would count as late.
-        until = asyncio.ALL_COMPLETED
-        outcomes = self.ask("call", "connect", infos, timeout_s, until, timeout_s=timeout_s)
-        for number, outcome in zip(self.members, outcomes, strict=True):
+        outcomes = self.ask("connect", [*infos.values()], timeout_s, timeout_s=timeout_s)
+        for number, outcome in zip(infos, outcomes, strict=True):
             if outcome.problem and not outcome.is_lost:
                 raise RuntimeError(f"engine {number} cannot take weights in: {outcome.problem}")
         lost = {n: outcome.problem for n, outcome in enumerate(outcomes) if outcome.problem}
@@ -109,51 +98,48 @@ class EngineClient:
             raise ProcessLost("; ".join(dict.fromkeys(lost.values())), tuple(lost))
 
     def update(self, version: int, *, timeout_s: float) -> EngineCall:
-        """Returns at once."""
-        return self._call("update", [(version, timeout_s)] * len(self.members), timeout_s)
+        """Have every engine begin to receive `version`; returns at once. The result has for each
+        rank {"version", "digests", "seconds", "problem"}.
+        """
+        return self._begin("update", version, timeout_s, timeout_s=timeout_s)
 
     def load_adapter(
         self, version: int, files: dict[str, bytes], *, timeout_s: float
     ) -> EngineCall:
-        """Returns at once."""
-        return self._call(
-            "load_adapter", [(version, ray.put(files))] * len(self.members), timeout_s
-        )
+        """Have every engine begin to load adapters, {file name: content} in PEFT's format; returns
+        at once. The result has {"version", "receipt"}.
+        """
+        return self._begin("load_adapter", version, ray.put(files), timeout_s=timeout_s)
 
     def score(
         self, token_ids: list[int], *, timeout_s: float, adapted: bool = True
     ) -> list[list[float]]:
         """[engine][token] log-probs at temperature 1 of each of `token_ids` but the first, given
-        those before it. `adapted`: with the LoRA adapter. Raises `ProcessLost`.
+        those before it. `adapted`: with the LoRA adapter.
         """
-        asked = [(token_ids, adapted)] * len(self.members)
-        return self._call("score", asked, timeout_s).result(timeout_s=timeout_s)
+        call = self._begin("score", token_ids, adapted, timeout_s=timeout_s)
+        return call.result(timeout_s=timeout_s)
 
-    def hold(self, lost: Sequence[int] = ()) -> list[int]:
-        """Begin an attempt to publish without the engines `lost`. Returns those without weights.
-        Raises `ProcessLost` if none is left.
+    def hold(self, lost: Sequence[int] = ()) -> tuple[list[int], bool]:
+        """Begin an attempt to publish, with replacements of the engines `lost`. Returns (numbers of
+        the engines that take part, whether some have no weights). Raises `ProcessLost` if none is
+        left.
         """
-        timeout_s = ENGINE_STARTS * self._starts.timeout_s
-        self.members, fresh, notices = self.ask("hold", lost, timeout_s=timeout_s)
+        timeout_s = ENGINE_STARTS * self._start_timeout_s
+        members, has_new, notices = self.ask("hold", lost, timeout_s=timeout_s)
         for line in notices:
             say(line)
-        return fresh
+        return members, has_new
 
-    def replace(self, numbers: Sequence[int]) -> None:
-        self.hold(numbers)
-
-    def admit(self) -> int:
-        """Let the engines that have the new weights answer requests. Returns how many engines were
-        replaced so far.
-        """
-        replaced, self.preemptions = self.ask("admit")
-        return replaced
+    def admit(self) -> dict[str, float]:
+        """Let the engines that have the new weights answer requests. Returns metrics."""
+        return self.ask("admit")
 
     def sleep(self, *, timeout_s: float) -> None:
         """Free the engines' GPU memory for a colocated trainer. One that is dead or late is
         replaced later; raises `RuntimeError` if a living one fails.
         """
-        self._each("sleep", timeout_s, ENGINE_STARTS * self._starts.timeout_s)
+        self._each("sleep", timeout_s, ENGINE_STARTS * self._start_timeout_s)
 
     def wake(self, *, timeout_s: float) -> None:
         """Allocate the memory for weights again; raises as `sleep`."""
