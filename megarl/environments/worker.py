@@ -41,7 +41,7 @@ from megarl.environments.scores import (
 )
 from megarl.environments.session import AgentObservation, Answer, Observation
 from megarl.environments.signatures import RewardFunction
-from megarl.environments.user_calls import LimitExceeded, UserCalls, ending_forks, within
+from megarl.environments.user_calls import UserCalls, ending_forks, within
 from megarl.environments.user_code import Sources
 from megarl.settings.environments import EnvironmentConfig
 from megarl.system.lookup import of_app
@@ -221,11 +221,8 @@ class Host:
         try:
             yield
         except BadScore as error:
+            self._num_late += error.failure in ("timeout", "response_limit")
             reply |= {"failure": error.failure, "detail": str(error)[:DETAIL_CHARACTERS]}
-        except LimitExceeded as error:
-            self._num_late += 1
-            failure = "response_limit" if error.computed else "timeout"
-            reply |= {"failure": failure, "detail": str(error)}
         except MemoryError:
             limit = self._limit.limit_mib
             advice = f"; raise environment.memory_limit_mib = {limit}" if limit else ""
@@ -325,7 +322,7 @@ class Host:
 
     async def begin(self, key: str, prompt: Any) -> Reply:
         """Make and start the session of rollout `key`: {observation: token ids, maybe none, reward:
-        0.0}. Raises what the session raises, and `LimitExceeded`.
+        0.0}. Raises what the session raises, and `BadScore`.
         """
         session, goes_on = None, False
         self._in_call.add(key)
