@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -168,20 +168,18 @@ class RunContext:
         not finite.
         """
         # Imported here: a recipe is checked without DeepSpeed, which takes seconds to import.
-        from megarl.trainer.compilation import announced
         from megarl.trainer.role import Role
 
-        with announced() if self.is_main else nullcontext():
-            role = Role(
-                name,
-                model=model,
-                training=training or self.config.training,
-                mesh=mesh or self.mesh,
-                device=self.device,
-                seed=self.config.seed,
-                head=head,
-                optimizer_steps=optimizer_steps,
-            )
+        role = Role(
+            name,
+            model=model,
+            training=training or self.config.training,
+            mesh=mesh or self.mesh,
+            device=self.device,
+            seed=self.config.seed,
+            head=head,
+            optimizer_steps=optimizer_steps,
+        )
         self.stack.callback(role.destroy)
         if self.is_main and optimizer_steps is not None:
             if trained := role.engine.module.share_trained():

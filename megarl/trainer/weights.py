@@ -121,15 +121,6 @@ def _folder(path: str) -> Path:
     return folder
 
 
-def weight_files(path: str) -> list[Path]:
-    """The model's safetensors files, sorted by name. Raises `ValueError` as `_folder`."""
-    folder = _folder(path)
-    if not (folder / INDEX).exists():
-        return [folder / WHOLE]
-    names = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
-    return [folder / name for name in sorted(names)]
-
-
 @functools.cache
 def base_digest(path: str) -> str:
     """XXH3-128 digest, in hexadecimal, of the weights at `path`, a folder or hub name: of names,
