@@ -141,10 +141,7 @@ def read_adapter(
         has = content.get(key, PLAIN.get(key)) or PLAIN.get(key)
         setting_of = {"r": "training.lora.rank", "lora_alpha": "training.lora.alpha"}.get(key)
         advice = f"set {setting_of} to {has}" if setting_of else "set another adapter"
-        require(
-            has == value,
-            f"{setting} has {key} {has!r} where this run has {value!r}; {advice}",
-        )
+        require(has == value, f"{setting} has {key} {has!r} where this run has {value!r}; {advice}")
     store = Store([folder / TENSORS])
     stored = {name.removeprefix(PREFIX): name for name in store.shapes}
     require(

@@ -38,13 +38,7 @@ from megarl.checkpoints.background import Digests, Writing, reports_of
 from megarl.checkpoints.export import WeightExport, write_configs_and_tokenizer
 from megarl.checkpoints.group_files import FOLDER, write_groups
 from megarl.checkpoints.lease import Lease
-from megarl.checkpoints.listing import (
-    best_of,
-    evaluated_scores,
-    newest_first,
-    score_of,
-    step_of,
-)
+from megarl.checkpoints.listing import best_of, evaluated_scores, newest_first, score_of, step_of
 from megarl.checkpoints.manifest import (
     ASIDE,
     put_in_place,

@@ -19,13 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl.environments.scores import DETAIL_CHARACTERS, Outcome
-from megarl.environments.wire import (
-    ROUTE,
-    WITHIN,
-    read_answer,
-    request_body,
-    sample_json,
-)
+from megarl.environments.wire import ROUTE, WITHIN, read_answer, request_body, sample_json
 from megarl.settings.addresses import Token
 from megarl.settings.environments import EnvironmentConfig, RemoteConfig
 from megarl.settings.schema import shortened

@@ -204,10 +204,7 @@ def load_by_path(
     target = getattr(module, name, None)
     public = [key for key, value in vars(module).items() if fits(value) and not key.startswith("_")]
     listed = ", ".join(public) or "(none)"
-    require(
-        target is not None,
-        f"{setting}: {path} has no {kind} '{name}'; set one of: {listed}",
-    )
+    require(target is not None, f"{setting}: {path} has no {kind} '{name}'; set one of: {listed}")
     require(
         callable(target) if kind == "function" else fits(target),
         f"{setting}: '{name}' of {path} is {type(target).__name__}, not a {kind}; set"

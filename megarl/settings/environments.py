@@ -5,13 +5,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, Self
 
-from megarl.settings.addresses import (
-    SECRET,
-    VARIABLE,
-    check_address,
-    check_variable,
-    is_remote,
-)
+from megarl.settings.addresses import SECRET, VARIABLE, check_address, check_variable, is_remote
 from megarl.settings.agents import AgentConfig
 from megarl.settings.code import CodeConfig
 from megarl.settings.limits import MOST_TOKENS

@@ -106,11 +106,7 @@ def num_elements(shape: Sequence[int]) -> int:
 
 
 def role_memory(
-    parameters: Sequence[SizedParameter],
-    layout: Layout,
-    training: TrainingConfig,
-    *,
-    trains: bool,
+    parameters: Sequence[SizedParameter], layout: Layout, training: TrainingConfig, *, trains: bool
 ) -> Memory:
     """Bytes on the rank that needs most. A frozen model has weights only, with LoRA only if
     `training.lora.adapter` names an adapter.

@@ -341,10 +341,7 @@ class TrainEngine:
             with deepspeed.zero.GatheredParameters([parameter], enabled=is_split):
                 assert not is_split or parameter.ds_status == ZeroParamStatus.AVAILABLE
                 shard = self.module.shards.get(name)
-                yield (
-                    name,
-                    shard.gather(parameter.data, self.mesh) if shard else parameter.data,
-                )
+                yield (name, shard.gather(parameter.data, self.mesh) if shard else parameter.data)
 
     def owned(self) -> Mapping[str, torch.Tensor]:
         """{published name: flat tensor} of this rank's part of every weight: its shard or, under
