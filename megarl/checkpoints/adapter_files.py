@@ -147,8 +147,8 @@ def read_adapter(
     require(
         SCORE in shapes or SCORE not in stored,
         f"{setting} has a {SCORE}, so it is the adapter of a reward model, and the model of this"
-        " run has no score head; set an adapter of a language model, or train on with megarl"
-        " reward-model",
+        " run has no score head; set an adapter of a language model, or a recipe with task:"
+        " reward_model",
     )
     wanted_shapes = {name: shapes[name] for name in shapes if name != SCORE or name in stored}
     missing, further = sorted(wanted_shapes.keys() - stored), sorted(stored.keys() - shapes)
