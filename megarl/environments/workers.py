@@ -225,6 +225,8 @@ class Worker:
                 for name in ("lost", "by_itself", "calls"):  # of `lose` alone
                     reply.pop(name, None)
                 self.waiting.pop(number)[0].set_result(reply)
+                if self.retires and not self.waiting:
+                    self.lose("error", "has retired")
         except (ValueError, TypeError, AttributeError, RecursionError):
             return f"sent no reply but {line[:40]!r}"
         except OSError:
@@ -377,8 +379,6 @@ class Workers:
         finally:
             if command == "cut_off" or "observation" not in reply:
                 self._homes.pop(key, None)
-            if worker is not None:
-                self._settle(worker)
 
     async def _anywhere(self, *message: Any, limit_s: float) -> Reply:
         """The reply of any process; repeated, once, where another call may be why it failed."""
@@ -407,15 +407,7 @@ class Workers:
 
     async def _in(self, slot: int, message: Sequence[Any], limit_s: float) -> Reply:
         worker = await self._at(slot)
-        try:
-            return await worker.ask(*message, limit_s=limit_s)
-        finally:
-            self._settle(worker)
-
-    def _settle(self, worker: Worker) -> None:
-        """End a process that retires and has nothing to do. Called after each request."""
-        if worker.retires and not worker.waiting and worker not in self._homes.values():
-            worker.lose("error", "has retired")
+        return await worker.ask(*message, limit_s=limit_s)
 
     async def _at(self, slot: int, within_s: float | None = None) -> Worker:
         """The process of a slot, started if none runs there. Raises `ValueError` if that fails."""

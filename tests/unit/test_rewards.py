@@ -19,7 +19,7 @@ from megarl.environments.scores import BadScore, read_score
 from megarl.environments.scoring import Environment
 from megarl.environments.user_code import prepare_imports
 from megarl.environments.verifiers import load_verifier, short_names
-from megarl.environments.worker import MemoryLimit
+from megarl.environments.worker import limit_memory
 from megarl.environments.workers import Worker
 from megarl.rollout.batch import own_metrics
 from megarl.settings.environments import EnvironmentConfig
@@ -280,7 +280,7 @@ def test_memory_is_limited(tmp_path: Path) -> None:
         "the verifier's process ran out of memory; raise environment.memory_limit_mib = 256"
     )
     with pytest.raises(ValueError, match=r"is 1, but the verifier's process holds \d+ MiB once"):
-        MemoryLimit(1)
+        limit_memory(1)
 
 
 async def test_a_verifier_of_the_house_has_a_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
