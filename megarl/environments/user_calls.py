@@ -77,17 +77,23 @@ async def outcome_of(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | No
         return None, error
 
 
-def _children_s(thread: int) -> float:
-    """CPU seconds of the running processes, with descendants, that a thread (its native id) has
-    started.
-    """
+def computed_s(process_id: int) -> float:
+    """CPU seconds of a process with its descendants, as far as they still run."""
     used = 0.0
-    with contextlib.suppress(OSError, psutil.Error):
-        for child in Path(f"/proc/self/task/{thread}/children").read_text().split():
-            process = psutil.Process(int(child))
-            for member in (process, *process.children(recursive=True)):
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(process_id)
+        for member in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
                 used += sum(member.cpu_times()[:4])
     return used
+
+
+def _children_s(thread: int) -> float:
+    """The same of all processes that a thread (its native id) has started."""
+    with contextlib.suppress(OSError):
+        children = Path(f"/proc/self/task/{thread}/children").read_text().split()
+        return sum(map(computed_s, map(int, children)))
+    return 0.0
 
 
 class UserCalls:

@@ -41,7 +41,7 @@ import psutil
 
 from megarl.environments.codec import Codec
 from megarl.environments.scores import Outcome, Reply, late_verdict
-from megarl.environments.user_calls import COMPUTES
+from megarl.environments.user_calls import COMPUTES, computed_s
 from megarl.environments.user_code import Sources, UserFiles
 from megarl.environments.verifiers import named, own_files, setting_of
 from megarl.settings.environments import EnvironmentConfig
@@ -148,22 +148,13 @@ class Worker:
         # Most replies come at once; to see what processes compute takes milliseconds for each call.
         await asyncio.wait({future}, timeout=None if self.beats else limit_s / 10)
         if not future.done():
-            before_s, rest_s = self._computed_s(), 0.9 * limit_s
+            before_s, rest_s = computed_s(self.process.pid), 0.9 * limit_s
             await asyncio.wait({future}, timeout=rest_s)
             if not future.done():
-                computed_s = self._computed_s() - before_s
-                is_busy = computed_s > COMPUTES * rest_s or not self._has_user_files
+                used_s = computed_s(self.process.pid) - before_s
+                is_busy = used_s > COMPUTES * rest_s or not self._has_user_files
                 self.lose("response_limit" if is_busy else "timeout", "gave no reply and was ended")
         return future.result()
-
-    def _computed_s(self) -> float:
-        used = 0.0
-        with contextlib.suppress(psutil.Error):
-            process = psutil.Process(self.process.pid)
-            for member in (process, *process.children(recursive=True)):
-                with contextlib.suppress(psutil.Error):
-                    used += sum(member.cpu_times()[:4])
-        return used
 
     def lose(self, failure: Failure, how: str, *, by_itself: bool = False) -> None:
         """Stop using this process: open and later requests get the reply `self.lost`, and it is
