@@ -304,14 +304,8 @@ async def test_a_verifier_of_the_house_has_a_memory_limit(monkeypatch: pytest.Mo
 
 async def test_a_prompt_verdict_looks_at_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """To find a worker's descendants reads all of /proc, milliseconds for each verdict."""
-    looks: list[Worker] = []
-    whole = Worker._computed_s
-
-    def watched(self: Worker) -> float:
-        looks.append(self)
-        return whole(self)
-
-    monkeypatch.setattr(Worker, "_computed_s", watched)
+    looks: list[int] = []
+    monkeypatch.setattr("megarl.environments.workers.computed_s", looks.append)
     async with opened(EnvironmentConfig(verifier="exact_match", time_limit_s=60)) as environment:
         for response in ("1", "2"):
             assert (await environment.score(PROMPT, response, 1, False)).failure == ""
