@@ -174,14 +174,6 @@ def load_functions(
     }
 
 
-def may_overlap(config: EnvironmentConfig, functions: Mapping[str, RewardFunction]) -> bool:
-    """Whether one process may run several calls at a time: if the user has reward functions, all
-    `async`, and the verifier `code`, which blocks, is not used.
-    """
-    are_async = all(function.is_async for function in functions.values())
-    return bool(functions) and are_async and not config.programs
-
-
 def load_verifier(
     config: EnvironmentConfig, functions: Mapping[str, RewardFunction] | None = None
 ) -> Verifier:

@@ -254,7 +254,9 @@ class Host:
         gc.collect()
         gc.freeze()  # what is imported stays, and would be searched again and again
         self._calls = UserCalls(config.threads)
-        self._overlaps = config.has_sessions or verifiers.may_overlap(config, functions)
+        # All functions are the user's and `async`, and `code`, which blocks, is not used.
+        are_async = bool(functions) and all(f.is_async for f in functions.values())
+        self._overlaps = config.has_sessions or (are_async and not config.programs)
         if self._overlaps:
             self._begin_task(self._beat())
         reply["forms"] = {name: f.form for name, f in functions.items() if f.form}

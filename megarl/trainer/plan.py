@@ -24,7 +24,6 @@ from megarl.kernels.packed_varlen import provider
 from megarl.parallel.launcher import warn
 from megarl.parallel.mesh import Axis, local_device
 from megarl.settings.config import AnyConfig, DistillConfig, RunConfig
-from megarl.settings.objectives import AlgorithmConfig
 from megarl.settings.schema import is_own, replace, require, shortened
 from megarl.settings.training import (
     CriticConfig,
@@ -80,15 +79,9 @@ def plan_training(
     head: HeadName = "logprobs",
 ) -> None:
     """Raise `ValueError` if the policy cannot be trained, loaded or saved."""
-    if isinstance(config, RunConfig):
-        check_router_replay(config.algorithm, hf)
+    replay = config.algorithm.router_replay if isinstance(config, RunConfig) else "off"
+    refuse_expert_settings(config.training, hf, replay)
     check_trainable(config.training, config.model, hf, head)
-    expert = config.training.layout.expert
-    require(
-        expert == 1 or num_experts(hf) > 0,
-        f"training.layout.expert is {expert}, but model type {hf.model_type} has no experts; leave"
-        " it out",
-    )
     if config.training.experts.is_on:
         refuse_balance(empty_model(config.model), config.training)
     check_export(config.model, tokenizer, hf)
@@ -96,13 +89,20 @@ def plan_training(
     check_adapters(config.training.lora, config.model, head)
 
 
-def check_router_replay(algorithm: AlgorithmConfig, hf: transformers.PretrainedConfig) -> None:
-    """Raise `ValueError` if the routers of a model without experts are to be replayed."""
-    require(
-        algorithm.router_replay == "off" or num_experts(hf) > 0,
-        f"algorithm.router_replay is {algorithm.router_replay!r}, but model type {hf.model_type}"
-        " has no experts; leave it out",
-    )
+def refuse_expert_settings(
+    training: TrainingConfig, hf: transformers.PretrainedConfig, router_replay: str = "off"
+) -> None:
+    """Raise `ValueError` if a setting is about experts, and the model has none."""
+    settings = {
+        f"algorithm.router_replay is {router_replay!r}": router_replay != "off",
+        f"training.layout.expert is {training.layout.expert}": training.layout.expert > 1,
+        "training.experts balances experts": training.experts.is_on,
+    }
+    for setting, is_set in settings.items():
+        require(
+            not is_set or num_experts(hf) > 0,
+            f"{setting}, but model type {hf.model_type} has no experts; leave it out",
+        )
 
 
 def check_trainable(

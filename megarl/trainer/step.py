@@ -90,7 +90,8 @@ def optimizer_step(
         _count_experts(role, micro_batches)
     while True:
         problem = _accumulate(role, micro_batches, loss, guard)
-        overflow = "" if problem else guard.gradient_problem()
+        broken = "" if problem else role.engine.broken_gradient()
+        overflow = broken and f"the gradient of {broken} is not finite"
         if not (problem or overflow):
             break
         role.engine.discard()
