@@ -104,7 +104,7 @@ def open_whole(folder: Path) -> Store:
     if not index.exists():
         raise ValueError(
             f"{folder} has no weights that can be loaded, neither {WHOLE} nor {INDEX}; name the"
-            " folder of a model saved as safetensors"
+            " folder of a model saved as safetensors, or set model.from_scratch to true"
         )
     try:
         where = json.loads(index.read_text())["weight_map"]

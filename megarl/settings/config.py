@@ -150,10 +150,16 @@ class SftConfig(SupervisedConfig):
 class PreferenceEvaluationConfig(HeldOutConfig):
     """Evaluation by loss and accuracy on held-out preferences."""
 
-    preferences: Annotated[PreferencesConfig, Of("preferences.source", why="but no source")] = (
-        section(PreferencesConfig, shuffle=False)
-    )
+    preferences: PreferencesConfig = section(PreferencesConfig, shuffle=False)
     """Source of the preferences, which are all used; empty: no evaluation."""
+
+    def check(self) -> None:
+        empty = PreferencesConfig(), PreferencesConfig(shuffle=False)
+        require(
+            bool(self.preferences.source) or self.preferences in empty,
+            "PreferenceEvaluationConfig.preferences has settings, but no source; leave it out, or"
+            " set PreferenceEvaluationConfig.preferences.source",
+        )
 
 
 class ReferenceConfig(Config):
