@@ -26,6 +26,7 @@ from megarl.settings.objectives import (
     PreferenceLossConfig,
     RewardLossConfig,
 )
+from megarl.settings.observe import ObserveConfig
 from megarl.settings.recipe_paths import OutputText
 from megarl.settings.rl import RunConfig, check_best, check_warmup
 from megarl.settings.rollout import ENGINE_STARTS
@@ -54,6 +55,7 @@ from megarl.settings.training import (
     RewardModelRoleConfig,
     RoleConfig,
     TeacherConfig,
+    TrainedModel,
     TrainingConfig,
 )
 
@@ -117,12 +119,14 @@ class SupervisedConfig(AnyRunConfig):
 
     samples_per_step: Annotated[int, Range(1, 2**20)] = 64
     """Rows of one optimizer step, over all ranks."""
+    model: TrainedModel = section(ModelConfig)
     training: Annotated[
         TrainingConfig,
         Without("num_mini_batches", "epochs_per_step", why="which has no meaning on a data set"),
         Without("lora.publish", why="but training on a data set has no engines to publish to"),
     ] = section(TrainingConfig)
     evaluation: HeldOutConfig = section(HeldOutConfig)
+    observe: ObserveConfig = section(ObserveConfig)
 
     def check(self) -> None:
         check_best(self)

@@ -25,6 +25,7 @@ from megarl.settings.observe import (
     EVALUATION_METRICS,
     STEP_METRICS,
     EarlyStopConfig,
+    ObserveConfig,
     ReplayConfig,
 )
 from megarl.settings.recipe_paths import PathText
@@ -33,9 +34,12 @@ from megarl.settings.schema import FILE, Config, Excludes, Of, Range, is_own, re
 from megarl.settings.training import (
     AnyRunConfig,
     CriticConfig,
+    ModelConfig,
     ReferenceRoleConfig,
     RewardModelRoleConfig,
     RoleConfig,
+    TrainedModel,
+    TrainingConfig,
 )
 from megarl.settings.weight_sync import WeightSyncConfig
 from megarl.system.lookup import AGENTS
@@ -91,6 +95,7 @@ class RunConfig(AnyRunConfig):
     epochs: Annotated[float | None, Range(1e-6, 1e6), OF_ONE_SOURCE] = None
     """Passes over the prompts, instead of `steps`: epochs x prompts / `rollout.groups_per_step`,
     rounded up; not for `prompts.sources`. Groups that dynamic sampling rejects do not count."""
+    model: TrainedModel = section(ModelConfig)
     reference: Annotated[ReferenceRoleConfig, OF_KL] = section(ReferenceRoleConfig)
     """The frozen model of the KL penalty (`algorithm.kl`)."""
     critic: Annotated[CriticConfig, Of("algorithm.advantage", "gae")] = section(CriticConfig)
@@ -105,11 +110,13 @@ class RunConfig(AnyRunConfig):
     environment: EnvironmentConfig = section(EnvironmentConfig)
     rollout: RolloutConfig = section(RolloutConfig)
     algorithm: AlgorithmConfig = section(AlgorithmConfig)
+    training: TrainingConfig = section(TrainingConfig)
     weight_sync: WeightSyncConfig = section(WeightSyncConfig)
     evaluation: EvaluationConfig = section(EvaluationConfig)
     sample: SampleConfig = section(SampleConfig)
     replay: ReplayConfig = section(ReplayConfig)
     early_stop: EarlyStopConfig = section(EarlyStopConfig)
+    observe: ObserveConfig = section(ObserveConfig)
 
     def check(self) -> None:
         check_run_settings(self)

@@ -3,7 +3,6 @@
 from typing import Annotated, Literal
 
 from megarl.settings.limits import LONGEST_WAIT_S, MOST_RANKS, MOST_SAMPLES, MOST_STEPS, MOST_TOKENS
-from megarl.settings.observe import ObserveConfig
 from megarl.settings.recipe_paths import IsPath, OutputText, PathText
 from megarl.settings.schema import Config, Excludes, Needs, Of, Range, Without, require, section
 
@@ -31,6 +30,24 @@ WITH_PATH = Of("model.path", why="but no path, so that they would do nothing")
 empty."""
 POLICY_TOKENS = Without("tokenizer", why="but the tokens are the policy's")
 JUDGES_NOTHING = Without("from_scratch", why="but random weights judge nothing")
+
+
+class AnyRunConfig(Config):
+    """Settings of every run that trains."""
+
+    task: Task = "rl"
+    """What the run does; every recipe says it."""
+    folder: Annotated[OutputText, Needs("set it to where the run may write: runs/my-run")] = ""
+    """Run folder: resolved recipe, metrics, transcripts, checkpoints and report."""
+    steps: Annotated[int, Range(1, MOST_STEPS)] = 100
+    """Training steps of the whole run."""
+    epochs: Annotated[float | None, Range(1e-6, 1e6)] = None
+    """Passes over the data, instead of `steps`; the last step is filled up from the next pass."""
+    seed: Annotated[int, Range(0, 2**31 - 1)] = 1
+    """Seed of all random numbers: initial weights, data order, sampling."""
+    resume: Literal[True, False, "auto"] = False
+    """Continue from the newest complete checkpoint in `folder`, also of another layout or ZeRO
+    stage; "auto": if there is one, else begin a new run."""
 
 
 TrainedModel = Annotated[ModelConfig, Needs("set it to a model folder or hub name", "path")]
@@ -348,24 +365,3 @@ class TrainingConfig(Config):
             f"training.precision {self.dtype} needs DeepSpeed's ZeRO; set training.zero_stage to 1,"
             " 2 or 3",
         )
-
-
-class AnyRunConfig(Config):
-    """Settings of every run that trains."""
-
-    task: Task = "rl"
-    """What the run does; every recipe says it."""
-    folder: Annotated[OutputText, Needs("set it to where the run may write: runs/my-run")] = ""
-    """Run folder: resolved recipe, metrics, transcripts, checkpoints and report."""
-    steps: Annotated[int, Range(1, MOST_STEPS)] = 100
-    """Training steps of the whole run."""
-    epochs: Annotated[float | None, Range(1e-6, 1e6)] = None
-    """Passes over the data, instead of `steps`; the last step is filled up from the next pass."""
-    seed: Annotated[int, Range(0, 2**31 - 1)] = 1
-    """Seed of all random numbers: initial weights, data order, sampling."""
-    resume: Literal[True, False, "auto"] = False
-    """Continue from the newest complete checkpoint in `folder`, also of another layout or ZeRO
-    stage; "auto": if there is one, else begin a new run."""
-    model: TrainedModel = section(ModelConfig)
-    training: TrainingConfig = section(TrainingConfig)
-    observe: ObserveConfig = section(ObserveConfig)
