@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from typing import Any
 
-import torch.distributed as dist
-
+from megarl.parallel.collectives import Store
 from megarl.settings.limits import POLL_S
 from megarl.system.console import say
 from megarl.system.files import in_thread
@@ -35,7 +34,7 @@ class Writing:
         self,
         step: int,
         *,
-        store: dist.Store,  # pyright: ignore[reportPrivateImportUsage]
+        store: Store,
         rank: int,
         num_ranks: int,
         write: Callable[[], Digests],

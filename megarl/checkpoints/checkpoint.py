@@ -21,7 +21,6 @@ from __future__ import annotations
 import errno
 import shutil
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -29,7 +28,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from transformers import PreTrainedTokenizerBase
@@ -58,7 +56,7 @@ from megarl.checkpoints.rank_files import RankFiles
 from megarl.errors import UserError, disk_advice
 from megarl.ledger.journal import FILE as LEDGER
 from megarl.ledger.journal import position
-from megarl.parallel.collectives import broadcast_object, gather_objects, job_store
+from megarl.parallel.collectives import broadcast_object, empty_store, gather_objects
 from megarl.parallel.mesh import Axis, ProcessMesh
 from megarl.parallel.reshard.owned import training_owned
 from megarl.system.files import sync
@@ -223,11 +221,9 @@ class Checkpoints:
         for take in (self._take_state, self._take_model):
             problem = attempt(lambda take=take: take(aside, files, progress))
             self._everybody(problem or files.problem, step)
-        name = broadcast_object(uuid.uuid4().hex, self.world)
-        job = job_store() if self.world.size > 1 else dist.HashStore()
         return Writing(
             step,
-            store=dist.PrefixStore(f"megarl/checkpoint/{name}", job),
+            store=empty_store(self.world),
             rank=self.world.rank,
             num_ranks=self.world.size,
             write=files.finish,

@@ -38,6 +38,11 @@ class Setting:
         """In words, such as "whole number from 1 to 4096"."""
         return _values(self.annotation)
 
+    @property
+    def choices(self) -> list[str]:
+        """Truth values or fixed names as YAML writes them; else empty."""
+        return [as_yaml(value) for value in _choices(self.annotation)]
+
 
 def settings(kind: type[Config], prefix: str = "", made: Any = None) -> Iterator[Setting]:
     """The settings of a configuration class in order, each section before its keys. `prefix`: its
