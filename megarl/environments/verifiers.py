@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from megarl.environments.response_text import TAGS, after_last, answer_part, without_thousands
 from megarl.environments.scores import BadScore, Score, add_up, read_score
 from megarl.environments.signatures import RewardFunction, recognised
-from megarl.environments.user_code import Sources, load_by_path, own_function, split_name
+from megarl.environments.user_code import Sources, own_function, split_name
 from megarl.settings.addresses import is_remote
 from megarl.settings.environments import EnvironmentConfig
 from megarl.settings.schema import require
@@ -297,8 +297,7 @@ def load_session(config: EnvironmentConfig, sources: Sources | None = None) -> C
     setting = "environment.session"
     if config.session in lookup.SESSIONS:
         return lookup.load(lookup.SESSIONS[config.session])()
-    location = split_name(config.session, setting, OTHER_SESSIONS)
-    session = load_by_path(*location, setting, "class", inspect.isclass, sources)
+    session = own_function(config.session, setting, OTHER_SESSIONS, sources)
     missing = [name for name in ("start", "step") if not callable(getattr(session, name, None))]
     require(
         not missing,

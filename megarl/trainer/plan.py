@@ -163,7 +163,7 @@ def refuse_kernels(
     cudnn = cudnn_needs(width, capability) if on_gpu else {}
     package = "a package flash-attn (pip install -e '.[flash-attn-4]' for compute capability 9"
     if is_own(block):
-        block_class = function_of(block, {}, "training.sequence.block", is_class=True)
+        block_class = function_of(block, {}, "training.sequence.block")
         lacks = [
             name for name in ("prepare", "forward", "backward") if not hasattr(block_class, name)
         ]
