@@ -204,7 +204,8 @@ class RunContext:
         model} of further trained models on this rank. `roles`: `trained_roles` of those of all
         ranks.
         """
-        training = self.config.training
+        training, source = self.config.training, self.config.model
+        keeps_generation = self.is_main and not source.from_scratch
         model: Any = engine.module.model if engine is not None else None
         if model is not None and model.generation_config is not None:
             # What ends a response here ends it wherever the saved model is served.
@@ -221,12 +222,12 @@ class RunContext:
             others=others or {},
             roles=roles or {},
             everyone=everyone,
-            base_digest=base_digest(self.config.model.path) if training.lora.is_on else "",
+            base_digest=base_digest(source.path) if training.lora.is_on else "",
             reference=adapter_digest(reference_adapter(self.config) or ""),
             owner=self.inputs.owner,
             run_id=self.run_id,
             in_background=training.checkpoint.background,
-            generation=generation_config(self.config.model) if self.is_main else None,
+            generation=generation_config(source) if keeps_generation else None,
             names=exported_names(model) if model is not None else {},
         )
         self.stack.callback(checkpoints.close)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -40,7 +39,7 @@ from megarl.trainer.attention import prove_attention, refuse_unsupported
 from megarl.trainer.autotp import refuse_autotp
 from megarl.trainer.experts import num_experts, refuse_balance, refuse_expert_layout
 from megarl.trainer.heads import SCORING, HeadName, refuse_head
-from megarl.trainer.loading import check_weights, empty_model
+from megarl.trainer.loading import check_weights, empty_model, generation_config
 from megarl.trainer.logits import logit_transform, refuse_transform
 from megarl.trainer.lora import A, B, chosen_layers
 from megarl.trainer.model_config import load_model_config, positions
@@ -391,18 +390,11 @@ def stop_tokens(
 
 def _generation_ends(config: ModelConfig) -> list[object]:
     """The `eos_token_id` of generation_config.json, as a list."""
-    file = Path(config.path) / "generation_config.json"
-    if Path(config.path).is_dir() and not os.path.lexists(file):
-        return []
     fix = "fetch the model again, or remove the file"
     with opening(f"generation_config.json of model.path {config.path!r}", fix=fix):
-        try:
-            more: object = transformers.GenerationConfig.from_pretrained(config.path).eos_token_id
-        except OSError:
-            if os.path.lexists(file):
-                raise
-            more = None  # a model of the hub without one
-    return [] if more is None else more if isinstance(more, list) else [more]
+        content = generation_config(config)
+        ends = json.loads(content).get("eos_token_id") if content else None
+    return [] if ends is None else ends if isinstance(ends, list) else [ends]
 
 
 def check_adapters(lora: LoraConfig, model: ModelConfig, head: HeadName = "logprobs") -> None:
