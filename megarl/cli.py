@@ -30,20 +30,6 @@ if TYPE_CHECKING:
 
 LONGEST_MESSAGE = 2000
 """Of an error, which may repeat a text of the user's."""
-REPLACED = {
-    "watch": "megarl status RUN --watch",
-    "timeline": "a line of shell: docs/activity.md",
-    "train": "megarl run RECIPE.yaml, whose recipe says task: rl",
-    "launch": "megarl run RECIPE.yaml, with the same options, and --ranks for --gpus-train",
-    "torchrun": (
-        "megarl run RECIPE.yaml --ranks N, or torchrun --nproc-per-node N -m megarl run RECIPE.yaml"
-    ),
-} | {
-    task.replace("_", "-"): f"megarl run RECIPE.yaml, whose recipe says task: {task}"
-    for task in TASKS
-    if task != "rl"
-}
-"""{command of earlier versions: what takes its place}"""
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -115,8 +101,6 @@ def help_page(arguments: list[str]) -> str | None:
         return load("megarl.command_line.versions:versions")()
     if name == "completion":
         return load("megarl.command_line.pages:completion")(rest)
-    if name in REPLACED:
-        raise UserError(f"megarl {name} is now {REPLACED[name]}")
     if name not in COMMANDS:
         close = closest(name, [*COMMANDS, "completion"]) or f"; use {', '.join(COMMANDS)}"
         raise UserError(f"unknown command {name!r}{close}")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from megarl.parallel.mesh import Axis
 from megarl.system.spans import Span, activity
 
 T = TypeVar("T")
+Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]
 
 ASK_S = 0.25
 """Longest pause between two reads of torch.distributed's store."""
@@ -117,7 +119,7 @@ def wait_for_first(work: Callable[[], T], axis: Axis, what: str, timeout_s: floa
     return None
 
 
-def job_store() -> dist.Store:  # pyright: ignore[reportPrivateImportUsage]
+def job_store() -> Store:
     """torch.distributed's, after `initialise`. Ranks can poll it for hours, unlike a collective."""
     # torch has no public name for it.
     return dist.distributed_c10d._get_default_store()
@@ -135,6 +137,12 @@ def all_to_all(
     with waits("all-to-all", axis):
         dist.all_to_all_single(out, rows.contiguous(), received, sent, group=axis.group)
     return out
+
+
+def empty_store(axis: Axis) -> Store:
+    """A store without keys, for all ranks of `axis`. Collective."""
+    name = broadcast_object(uuid.uuid4().hex, axis)
+    return dist.PrefixStore(f"megarl/{name}", job_store()) if axis.size > 1 else dist.HashStore()
 
 
 def send(tensor: torch.Tensor, axis: Axis, to: int) -> None:

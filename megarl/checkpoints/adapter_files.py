@@ -141,17 +141,14 @@ def read_adapter(
         has = content.get(key, PLAIN.get(key)) or PLAIN.get(key)
         setting_of = {"r": "training.lora.rank", "lora_alpha": "training.lora.alpha"}.get(key)
         advice = f"set {setting_of} to {has}" if setting_of else "set another adapter"
-        require(
-            has == value,
-            f"{setting} has {key} {has!r} where this run has {value!r}; {advice}",
-        )
+        require(has == value, f"{setting} has {key} {has!r} where this run has {value!r}; {advice}")
     store = Store([folder / TENSORS])
     stored = {name.removeprefix(PREFIX): name for name in store.shapes}
     require(
         SCORE in shapes or SCORE not in stored,
         f"{setting} has a {SCORE}, so it is the adapter of a reward model, and the model of this"
-        " run has no score head; set an adapter of a language model, or train on with megarl"
-        " reward-model",
+        " run has no score head; set an adapter of a language model, or a recipe with task:"
+        " reward_model",
     )
     wanted_shapes = {name: shapes[name] for name in shapes if name != SCORE or name in stored}
     missing, further = sorted(wanted_shapes.keys() - stored), sorted(stored.keys() - shapes)

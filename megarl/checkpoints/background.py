@@ -1,37 +1,27 @@
-"""The writing of one checkpoint: a thread of each rank writes its files, and the thread of rank 0
-commits the checkpoint once all ranks have reported theirs.
+"""The writing of one checkpoint: a thread of each rank writes its files and reports their digests
+in torch.distributed's store; once all ranks have reported, a thread of rank 0 commits it.
 
-    .writing_000010.<run>/                             the files
-    .writing_000010.<run>.reports/rank_00001.json      what rank 1 has on the disk: {file: digest}
-
-The reports are beside the files, since a network file system may show them late, and a checkpoint
-has only its own files. The threads need no collective, and so wait for nobody who trains.
+The threads need no collective, and so wait for nobody who trains.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from pathlib import Path
 from typing import Any
 
+from megarl.parallel.collectives import Store
 from megarl.settings.limits import POLL_S
 from megarl.system.console import say
 from megarl.system.files import in_thread
 
-PROBLEM = "problem"
-"""Key of a report that tells what went wrong, in the place of files."""
-
-
-def reports_of(folder: Path) -> Path:
-    """Beside the temporary folder of a checkpoint."""
-    return folder.with_name(f"{folder.name}.reports")
-
+PROBLEM, OVER = "problem", "over"
+"""Key of a report that tells what went wrong, in the place of files; key of the store that says
+that rank 0 has committed the checkpoint or given it up."""
 
 Digests = Mapping[str, str]
 """{path within the checkpoint: xxh3-128 digest}"""
@@ -44,7 +34,7 @@ class Writing:
         self,
         step: int,
         *,
-        folder: Path,
+        store: Store,
         rank: int,
         num_ranks: int,
         write: Callable[[], Digests],
@@ -54,7 +44,7 @@ class Writing:
 
         Args:
             step: for messages.
-            folder: the temporary folder of the checkpoint.
+            store: of all ranks that write, without keys.
             rank, num_ranks: of the ranks that write.
             write: writes and syncs this rank's files; may raise `OSError`.
             commit: on rank 0, gives the checkpoint its final name; may raise `OSError`.
@@ -62,9 +52,8 @@ class Writing:
         self.step = step
         self.committed_s = 0.0
         """On rank 0, from the start."""
-        self._reports, self._rank, self._num_ranks = reports_of(folder), rank, num_ranks
-        self._gathered: Sequence[Digests] | None = None
-        self._has_reports = threading.Event()
+        self._store, self._rank, self._num_ranks = store, rank, num_ranks
+        self._is_given_up = threading.Event()
         name = f"checkpoint of step {step}"
         self._written = in_thread(name, lambda: self._write(write))
         self._committed = in_thread(name, lambda: self._collect(commit)) if rank == 0 else None
@@ -74,24 +63,14 @@ class Writing:
         late = f"its files were not on the disk after {timeout_s:.0f} s"
         return _outcome(self._written, timeout_s, late)
 
-    @property
-    def digests(self) -> Digests:
-        """Of this rank's files; blocks until they are written."""
-        return self._written.result()
-
-    def wait_committed(self, reported: Sequence[Digests], timeout_s: float) -> str:
-        """On rank 0, wait for the commit; returns as `wait_written`. `reported`: by rank, for a
-        file system that does not show the reports yet.
-        """
-        self._gathered = reported
-        self._has_reports.set()
+    def wait_committed(self, timeout_s: float) -> str:
+        """On rank 0, wait for the commit; returns as `wait_written`."""
         assert self._committed is not None
         return _outcome(self._committed, timeout_s, f"it was not committed after {timeout_s:.0f} s")
 
     def give_up(self, timeout_s: float) -> bool:
         """Keep this rank's threads from committing; returns whether they have ended in time."""
-        self._gathered = None
-        self._has_reports.set()
+        self._is_given_up.set()
         threads: list[Future[Any]] = [self._written, self._committed or self._written]
         return not wait(threads, timeout_s).not_done
 
@@ -100,7 +79,8 @@ class Writing:
         be; rank 0 tells. The other ranks wait too: torchrun ends rank 0 soon after them.
         """
         if self._committed is None:
-            self._is_over(timeout_s)
+            with contextlib.suppress(RuntimeError):  # the store has ended with rank 0
+                self._is_over(timeout_s)
             return
         deadline = time.monotonic() + timeout_s
         try:
@@ -120,57 +100,40 @@ class Writing:
         if self._committed is not None:
             return not wait([self._committed], max(0.0, timeout_s)).not_done
         deadline = time.monotonic() + timeout_s
-        # Rank 0 removes the reports when it is done.
-        while not self._written.done() or self._reports.exists():
+        while not (self._written.done() and self._store.check([OVER])):
             if time.monotonic() > deadline:
                 return False
             time.sleep(POLL_S)
         return True
 
-    def _write(self, write: Callable[[], Digests]) -> Digests:
+    def _write(self, write: Callable[[], Digests]) -> None:
         """Tells rank 0, which waits for this thread, also of any error."""
         try:
-            digests = write()
-            self._report(digests)
+            report = write()
         except Exception as error:
-            with contextlib.suppress(OSError):
-                self._report({PROBLEM: str(error) or repr(error)})
+            self._store.set(str(self._rank), json.dumps({PROBLEM: str(error) or repr(error)}))
             raise
-        return digests
-
-    def _report(self, report: Digests) -> None:
-        if self._rank == 0:
-            return
-        path = self._report_of(self._rank)
-        aside = path.with_suffix(".writing")
-        aside.write_text(json.dumps(report))
-        aside.rename(path)
-
-    def _report_of(self, rank: int) -> Path:
-        return self._reports / f"rank_{rank:05d}.json"
+        self._store.set(str(self._rank), json.dumps(report))
 
     def _collect(self, commit: Callable[[Digests], None]) -> None:
         """On rank 0. Raises `OSError` if a rank reports a problem."""
-        started_at = time.monotonic()
+        started_at, missing = time.monotonic(), set(range(self._num_ranks))
+        digests: dict[str, str] = {}
         try:
-            reported = {self._rank: self._written.result()}
-            while len(reported) < self._num_ranks:
-                for rank in range(self._num_ranks):
-                    path = self._report_of(rank)
-                    if rank not in reported and path.exists():
-                        reported[rank] = json.loads(path.read_text())
-                        if PROBLEM in reported[rank]:
-                            raise OSError(f"rank {rank}: {reported[rank][PROBLEM]}")
-                if len(reported) < self._num_ranks and self._has_reports.wait(POLL_S):
-                    reported = dict(enumerate(self._gathered or ()))
-                    break
-            if self._gathered is not None or not self._has_reports.is_set():
-                commit(
-                    {name: digest for rank in reported.values() for name, digest in rank.items()}
-                )
+            while missing:
+                for rank in [rank for rank in missing if self._store.check([str(rank)])]:
+                    report = json.loads(self._store.get(str(rank)))
+                    if PROBLEM in report:
+                        raise OSError(f"rank {rank}: {report[PROBLEM]}")
+                    digests |= report
+                    missing.remove(rank)
+                if missing and self._is_given_up.wait(POLL_S):
+                    return
+            if not self._is_given_up.is_set():
+                commit(digests)
         finally:
             self.committed_s = time.monotonic() - started_at
-            shutil.rmtree(self._reports, ignore_errors=True)
+            self._store.set(OVER, "")
 
 
 def _outcome(future: Future[Any], timeout_s: float, late: str) -> str:

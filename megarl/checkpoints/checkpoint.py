@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import errno
 import shutil
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,17 +33,11 @@ from safetensors.torch import load_file, save
 from transformers import PreTrainedTokenizerBase
 
 from megarl.checkpoints.adapter_files import adapter_bytes
-from megarl.checkpoints.background import Digests, Writing, reports_of
+from megarl.checkpoints.background import Digests, Writing
 from megarl.checkpoints.export import WeightExport, write_configs_and_tokenizer
 from megarl.checkpoints.group_files import FOLDER, write_groups
 from megarl.checkpoints.lease import Lease
-from megarl.checkpoints.listing import (
-    best_of,
-    evaluated_scores,
-    newest_first,
-    score_of,
-    step_of,
-)
+from megarl.checkpoints.listing import best_of, evaluated_scores, newest_first, score_of, step_of
 from megarl.checkpoints.manifest import (
     ASIDE,
     put_in_place,
@@ -63,7 +56,7 @@ from megarl.checkpoints.rank_files import RankFiles
 from megarl.errors import UserError, disk_advice
 from megarl.ledger.journal import FILE as LEDGER
 from megarl.ledger.journal import position
-from megarl.parallel.collectives import broadcast_object, gather_objects
+from megarl.parallel.collectives import broadcast_object, empty_store, gather_objects
 from megarl.parallel.mesh import Axis, ProcessMesh
 from megarl.parallel.reshard.owned import training_owned
 from megarl.system.files import sync
@@ -117,8 +110,8 @@ class Checkpoints:
     def __post_init__(self) -> None:
         self._writing: Writing | None = None
         self._times = dict[str, float]()
-        self._scores: dict[int, float] | None = None
-        self._reading = threading.Lock()
+        self._scores = evaluated_scores(self.folder.parent, self.best)
+        """{step: score} of the run's evaluations by `best`."""
 
     @property
     def world(self) -> Axis:
@@ -176,9 +169,7 @@ class Checkpoints:
         timeout_s, step = self.mesh.timeout_s / 2, writing.step
         with activity(f"writing the checkpoint of step {step}", kind="checkpoint"):
             self._everybody(writing.wait_written(timeout_s), step, writing)
-            reported = gather_objects(dict(writing.digests), self.world)
-            is_main = self.world.rank == 0
-            problem = writing.wait_committed(reported, timeout_s) if is_main else ""
+            problem = writing.wait_committed(timeout_s) if self.world.rank == 0 else ""
             self._everybody(problem, step, writing)
         self._writing = None
         self._times["time/checkpoint_written_s"] = writing.committed_s
@@ -193,23 +184,15 @@ class Checkpoints:
         the metric `best`, though these are of its kind ("eval" or "eval_sampled").
         """
         name = self.best.removeprefix("min:")
-        scores = self._known_scores()
         if not name or not any(key.startswith(name.split("/")[0] + "/") for key in metrics):
             return
-        if name not in metrics and not scores:
+        if name not in metrics and not self._scores:
             raise UserError(
                 f"training.checkpoint.best is {self.best!r}, which the evaluation does not have;"
                 f" set it to one of {', '.join(sorted(metrics))}"
             )
         if (score := score_of(self.best, metrics)) is not None:
-            scores[step] = score
-
-    def _known_scores(self) -> dict[int, float]:
-        """{step: score} of the run's evaluations by `best`."""
-        with self._reading:  # the thread that writes checkpoints asks too
-            if self._scores is None:
-                self._scores = evaluated_scores(self.folder.parent, self.best)
-            return self._scores
+            self._scores[step] = score
 
     def take_times(self) -> dict[str, float]:
         """Metrics of saves since the last call, in seconds: "time/checkpoint_copy_s", how long
@@ -240,7 +223,7 @@ class Checkpoints:
             self._everybody(problem or files.problem, step)
         return Writing(
             step,
-            folder=aside,
+            store=empty_store(self.world),
             rank=self.world.rank,
             num_ranks=self.world.size,
             write=files.finish,
@@ -277,7 +260,6 @@ class Checkpoints:
         remove_unfinished(self.folder)
         for name in ("state", "random", "model"):
             (aside / name).mkdir(parents=True)
-        reports_of(aside).mkdir()
 
     def _take_state(self, aside: Path, files: RankFiles, progress: Progress | None) -> None:
         for folder, engine in self._engines.items():
@@ -337,7 +319,7 @@ class Checkpoints:
         if self.owner is not None:
             self.owner.require()
         known = [path for path in newest_first(self.folder) if step_of(path) <= step_of(final)]
-        best = best_of(known, self._known_scores())
+        best = best_of(known, self._scores)
         removed += [set_aside(old) for old in known[self.keep :] if old != best]
         for path in removed:
             shutil.rmtree(path, ignore_errors=True)
@@ -358,7 +340,6 @@ class Checkpoints:
         self._refuse_lost(step)  # then nothing that failed is the disk's fault
         if self.world.rank == 0 and not hangs:
             shutil.rmtree(self._aside(step), ignore_errors=True)
-            shutil.rmtree(reports_of(self._aside(step)), ignore_errors=True)
         existing = next(path for path in (self.folder, *self.folder.parents) if path.exists())
         free = shutil.disk_usage(existing).free / 2**30
         raise OSError(

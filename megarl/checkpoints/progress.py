@@ -94,16 +94,11 @@ def read_progress(folder: Path) -> Progress:
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds no JSON object; name a checkpoint that is whole")
     written = content.pop("format", 0)
-    if not isinstance(written, int) or written > FORMAT:
-        error = UserError if isinstance(written, int) else ValueError
+    if written != FORMAT:
+        error = UserError if isinstance(written, int) and written > FORMAT else ValueError
         raise error(
-            f"{path} is of format {written}, and this version of megarl reads formats up to"
-            f" {FORMAT}; use the version that wrote it, or a newer one"
-        )
-    if written < FORMAT:
-        raise ValueError(
-            f"{path} is of format {written}, whose state is in DeepSpeed's own files, and this"
-            " version of megarl does not read them; resume with the version that wrote it"
+            f"{path} is of format {written}, and this version of megarl reads format {FORMAT};"
+            " resume with the version that wrote it, or a newer one"
         )
     known = {f.name: f for f in fields(Progress)}
     if unknown := sorted(set(content) - set(known)):

@@ -48,7 +48,8 @@ def plan_folder(
         owner = None
         if owns and isinstance(config, AnyConfig):
             if starts:
-                owner = _take(config)
+                patience_s = config.training.checkpoint.owner_timeout_s
+                owner = lease.take(Path(config.folder), patience_s=patience_s)
                 stack.callback(owner.release)
             else:
                 lease.refuse_living(Path(config.folder))
@@ -56,18 +57,6 @@ def plan_folder(
             check_time_to_save(config.training.checkpoint)
             check_viewers(config.observe)
         yield owner
-
-
-def _take(config: AnyConfig) -> lease.Lease:
-    """Own the run folder. Raises `ValueError` if another run does, or no file can be made there."""
-    patience_s = config.training.checkpoint.owner_timeout_s
-    try:
-        return lease.take(Path(config.folder), patience_s=patience_s)
-    except OSError as error:
-        raise ValueError(
-            f"folder is {config.folder}, but no file can be made there ({error}); set folder to a"
-            " folder of your own"
-        ) from None
 
 
 def check_writable(folder: str, *, setting: str) -> None:

@@ -103,8 +103,8 @@ def open_whole(folder: Path) -> Store:
         return Store([whole])
     if not index.exists():
         raise ValueError(
-            f"{folder} has neither {WHOLE} nor {INDEX}; name the folder of a model saved as"
-            " safetensors"
+            f"{folder} has no weights that can be loaded, neither {WHOLE} nor {INDEX}; name the"
+            " folder of a model saved as safetensors, or set model.from_scratch to true"
         )
     try:
         where = json.loads(index.read_text())["weight_map"]

@@ -142,11 +142,6 @@ PLACEMENT_OPTIONS = {
 """Options of `megarl run` with which it places its processes on GPUs and nodes."""
 STARTS = "megarl.apps.launch.run_words:other_processes"
 RANKS = {"--ranks N": "trainer ranks (default: as many as the recipe's layout and roles need)"}
-REPLACED_OPTIONS = {
-    "--gpus-train": "set --ranks",
-    "--gpus-engine": "rollout.num_engines x rollout.engine.tensor are the engines' GPUs",
-}
-"""{option of earlier versions: what takes its place}"""
 OTHERS = {
     "--help": "after a command: its options and settings",
     "--version": "of megarl, and of what it stands on",

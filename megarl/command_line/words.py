@@ -7,7 +7,7 @@ import difflib
 import re
 from collections.abc import Sequence
 
-from megarl.command_line.table import COMMANDS, REPLACED_OPTIONS
+from megarl.command_line.table import COMMANDS
 from megarl.errors import UserError
 from megarl.system.console import Arguments, Options
 
@@ -69,8 +69,6 @@ def refuse_unknown(name: str, words: Sequence[str]) -> None:
         is_setting = option[2:].replace("-", "_").partition(".")[0] in settings
         if not option.startswith("-") or option.replace("_", "-") in options or is_setting:
             continue
-        if command.first == "RECIPE.yaml" and option in REPLACED_OPTIONS:
-            raise UserError(f"megarl {name}: {option} is gone; {REPLACED_OPTIONS[option]}")
         close = closest(option, options)
         if close or not settings:
             known = f"; known are {', '.join(options[:-2])} and --help"

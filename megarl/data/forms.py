@@ -240,8 +240,7 @@ FORMS: dict[type, tuple[RowForm, ...]] = {
             {"response_column": "completion"},
         ),
         RowForm(
-            "pairs of texts with 'Human:' and 'Assistant:'",
-            *(_is_hh, {}, _human_assistant, "chat"),
+            "pairs of texts with 'Human:' and 'Assistant:'", *(_is_hh, {}, _human_assistant, "chat")
         ),
         RowForm(
             "ShareGPT pairs (column 'conversations')",

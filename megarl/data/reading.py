@@ -38,11 +38,7 @@ class Reading(Generic[C]):
     """The rows of one section of a recipe, and the steps from them to token ids."""
 
     def __init__(
-        self,
-        config: C,
-        tokenizer: PreTrainedTokenizerBase,
-        seed: int,
-        setting: str,
+        self, config: C, tokenizer: PreTrainedTokenizerBase, seed: int, setting: str
     ) -> None:
         """Read the rows. `seed`: of shuffling. `setting`: name of the section `config`, for
         messages. Raises `ValueError` for a source that cannot be read or a chat template that does

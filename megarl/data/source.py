@@ -123,28 +123,19 @@ def load_prompts(
     where an agent reads the prompts, so that texts without a chat template are right. Raises
     `ValueError` that names the file, the row and the setting to change.
     """
-    if not config.sources:
-        return _load_source(config, tokenizer, seed, setting, tools, are_read=are_read)
-    parts = [
-        # Shuffled by seeds of their own, since a file may be in a mixture twice.
-        _load_source(
-            *(source, tokenizer, seed + (number << 32), f"{setting}.sources[{number}]", tools),
-            are_read=are_read,
-        )
-        for number, source in enumerate(config.parts)
-    ]
-    return PromptList.mixed(parts, [exact(source.weight) for source in config.sources])
-
-
-def _load_source(
-    config: PromptsConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    seed: int,
-    setting: str,
-    tools: Tools,
-    *,
-    are_read: bool,
-) -> PromptList:
+    if config.sources:
+        parts = [
+            load_prompts(
+                source,
+                tokenizer,
+                seed=seed + (number << 32),  # of its own, since a file may be there twice
+                setting=f"{setting}.sources[{number}]",
+                tools=tools,
+                are_read=are_read,
+            )
+            for number, source in enumerate(config.parts)
+        ]
+        return PromptList.mixed(parts, [exact(source.weight) for source in config.sources])
     require(
         not tools or config.template == "chat",
         f"{setting}.template is '{config.template}', but environment.tools are shown to the model"

@@ -140,7 +140,7 @@ def check_engine_kind(
         )
         check_engine_model(hf)
         return
-    engine = function_of(kind, {}, "rollout.engine.kind", is_class=True)
+    engine = function_of(kind, {}, "rollout.engine.kind")
     methods = [name for name, f in vars(InferenceEngine).items() if iscoroutinefunction(f)]
     missing = [name for name in methods if not iscoroutinefunction(getattr(engine, name, None))]
     require(

@@ -78,7 +78,7 @@ class EngineActor(ChannelActor):
             recording.open(engine_name(arguments["number"]))
         die_with_raylet()
         keep_blocked_signals()  # vLLM starts processes
-        engine_class = function_of(config.kind, ENGINES, "rollout.engine.kind", is_class=True)
+        engine_class = function_of(config.kind, ENGINES, "rollout.engine.kind")
         self.engine: InferenceEngine = engine_class(config=config, **arguments)
         self._number, self._is_ready, self._start = arguments["number"], False, asyncio.Lock()
 

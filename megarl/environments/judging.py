@@ -25,12 +25,7 @@ class Judge:
     in one event loop. Processes and connections start with the first response that needs them.
     """
 
-    def __init__(
-        self,
-        config: EnvironmentConfig,
-        codec: Codec | None,
-        token: Token | None,
-    ) -> None:
+    def __init__(self, config: EnvironmentConfig, codec: Codec | None, token: Token | None) -> None:
         """`codec`: None if all responses are texts. `token`: of the reward servers. Raises
         `ValueError` if a file of the user's is missing or a verifier's name is unknown.
         """

@@ -1,6 +1,6 @@
 """The HTTP client of a reward server, with batches, retries and a circuit breaker.
 
-    score(prompt, response) --BatchQueue--> connections, one request each --POST--> Outcome
+    score(prompt, response) --batches--> connections, one request each --POST--> Outcome
 
 The time limit of a response runs from when a connection takes its batch from the queue; while the
 circuit breaker is open, also in the queue. So a slow server's queue costs no time, and a dead
@@ -18,15 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megarl.environments.batch_queue import BatchQueue, Waiting
 from megarl.environments.scores import DETAIL_CHARACTERS, Outcome
-from megarl.environments.wire import (
-    ROUTE,
-    WITHIN,
-    read_answer,
-    request_body,
-    sample_json,
-)
+from megarl.environments.wire import ROUTE, WITHIN, read_answer, request_body, sample_json
 from megarl.settings.addresses import Token
 from megarl.settings.environments import EnvironmentConfig, RemoteConfig
 from megarl.settings.schema import shortened
@@ -51,8 +44,18 @@ ADVICE = {
 }
 """{statuses of an answer: what to set or do}"""
 
-Item = Waiting[bytes, Outcome]
-"""A response, as JSON, that waits for its outcome."""
+
+@dataclass(eq=False)
+class Item:
+    """A response that waits for its outcome."""
+
+    body: bytes
+    """As JSON, with its prompt."""
+    since: float
+    """By `time.monotonic`."""
+    result: asyncio.Future[Outcome]
+    words: str = ""
+    """What the server did at the last attempt."""
 
 
 @dataclass
@@ -79,7 +82,8 @@ class RewardClient:
         self._limit_s, self._maps_scores = config.time_limit_s, not config.maps_no_scores
         attempt_s = config.remote.attempt_limit_s
         self._attempt_s = config.time_limit_s / 2 if attempt_s is None else attempt_s
-        self._queue: BatchQueue[bytes, Outcome] = BatchQueue()
+        self._queue, self._taking = asyncio.Queue[Item](), asyncio.Lock()
+        self._waiting = set[Item]()
         self._lanes: list[asyncio.Task[None]] = []
         self._session: Any = None
         self._closed = False
@@ -102,7 +106,13 @@ class RewardClient:
             return Outcome(failure="error", detail=str(error))
         if not self._lanes:
             self._open()
-        return await self._queue.put(body).result
+        item = Item(body, time.monotonic(), asyncio.get_running_loop().create_future())
+        self._waiting.add(item)
+        self._queue.put_nowait(item)
+        try:
+            return await item.result
+        finally:
+            self._waiting.discard(item)
 
     def _open(self) -> None:
         import aiohttp  # takes a quarter of a second, and most runs have no reward server
@@ -124,14 +134,15 @@ class RewardClient:
         for lane in self._lanes:
             lane.cancel()
         await asyncio.gather(*self._lanes, return_exceptions=True)
-        self._queue.cancel()
+        for item in self._waiting:
+            item.result.cancel()
         if self._session is not None:
             await self._session.close()
 
     async def _lane(self) -> None:
-        config, loop = self._config, asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
         while True:
-            batch = await self._queue.take(config.batch_size, config.linger_ms / 1e3)
+            batch = await self._batch()
             now, opened = time.monotonic(), self._open_since
             timers, until = list[asyncio.TimerHandle](), now
             for item in batch:
@@ -147,13 +158,25 @@ class RewardClient:
             except Exception as error:  # a mistake of ours must not leave anybody waiting
                 self._fail(batch, f"{type(error).__name__}: {error}")
             finally:
-                for timer, item in zip(timers, batch, strict=True):
+                for timer in timers:
                     timer.cancel()
-                    item.result.cancel()
+
+    async def _batch(self) -> list[Item]:
+        """The next responses: as soon as `batch_size` are there, or the first has waited for
+        `linger_ms`. Connections are served in turn.
+        """
+        config = self._config
+        async with self._taking:
+            batch = [await self._queue.get()]
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(batch[0].since + config.linger_ms / 1e3):
+                    while len(batch) < config.batch_size:
+                        batch.append(await self._queue.get())
+            return batch
 
     def _too_late(self, waiting: Item) -> None:
         detail = f"no score within environment.time_limit_s = {self._limit_s:g} s from {self.url}"
-        words = waiting.note
+        words = waiting.words
         if self._open_since is not None:
             detail, words = f"{detail}, whose circuit breaker is open", words or self._last_words
         detail += f": it {words}" if words else ""
@@ -184,7 +207,7 @@ class RewardClient:
         config, attempt = self._config, 0
         while unscored := [item for item in batch if not item.result.done()]:
             probes, refusal = self._open_since is not None, None
-            if len(unscored) > 1 and sum(len(item.item) for item in unscored) > REQUEST_BYTES:
+            if len(unscored) > 1 and sum(len(item.body) for item in unscored) > REQUEST_BYTES:
                 refusal = Refusal("", too_large=True)
             elif not probes:
                 attempt += 1
@@ -197,7 +220,7 @@ class RewardClient:
             if refusal is None:
                 continue
             for item in unscored:
-                item.note = refusal.said
+                item.words = refusal.said
             if refusal.too_large and len(unscored) > 1:
                 half = len(unscored) // 2
                 await self._deliver(unscored[:half], until)
@@ -216,7 +239,7 @@ class RewardClient:
         failed = True
         try:
             limit_s = min(self._attempt_s, until - time.monotonic())
-            outcomes = await self._post([item.item for item in batch], limit_s)
+            outcomes = await self._post([item.body for item in batch], limit_s)
             failed = False
             if isinstance(outcomes, Refusal):
                 failed, self._last_words = outcomes.again, outcomes.said

@@ -38,11 +38,11 @@ class Score:
 
 
 class BadScore(ValueError):
-    """Raised if a reward function returned no score, or nothing in time."""
+    """Raised if a user's function returned no score, or nothing in time; `failure` says which."""
 
-    def __init__(self, failure: Literal["error", "nan", "timeout"], message: str) -> None:
+    def __init__(self, failure: Failure, message: str) -> None:
         super().__init__(message)
-        self.failure: Literal["error", "nan", "timeout"] = failure
+        self.failure: Failure = failure
 
 
 def read_score(answer: Any) -> Score:

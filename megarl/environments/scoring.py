@@ -47,10 +47,7 @@ class Environment:
     """
 
     def __init__(
-        self,
-        config: EnvironmentConfig,
-        codec: Codec | None = None,
-        token: Token | None = None,
+        self, config: EnvironmentConfig, codec: Codec | None = None, token: Token | None = None
     ) -> None:
         """`codec`: for sessions, and responses given as token ids. `token`: None: see
         `client_token`. Raises `ValueError` as it does, and if the verifier's name is unknown or its
@@ -195,10 +192,7 @@ class Environment:
 def _segment(outcome: Outcome) -> Segment:
     segment = observed(outcome.observation or [], outcome.reward)
     return replace(
-        segment,
-        follows=outcome.follows,
-        max_next=outcome.max_tokens,
-        stop_next=tuple(outcome.stop),
+        segment, follows=outcome.follows, max_next=outcome.max_tokens, stop_next=tuple(outcome.stop)
     )
 
 

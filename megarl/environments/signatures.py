@@ -19,18 +19,8 @@ from megarl.types import Prompt
 
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 RESPONSES = {
-    "response",
-    "completion",
-    "output",
-    "solution",
-    "solution_str",
-    "prediction",
-    "pred",
-    "generated",
-    "answer",
-    "text",
-    "candidate",
-    "hypothesis",
+    *("response", "completion", "output", "solution", "solution_str", "prediction", "pred"),
+    *("generated", "answer", "text", "candidate", "hypothesis"),
 }
 """Names that a first parameter, which receives the prompt, must not have."""
 PROMPTS = {"prompt", "question", "problem"}

@@ -22,16 +22,7 @@ from typing import Any
 
 import psutil
 
-
-class LimitExceeded(Exception):
-    """Raised to the caller if a function exceeds its limit. `computed`: it used the time to compute
-    (`COMPUTES`), not to wait.
-    """
-
-    def __init__(self, message: str, *, computed: bool = False) -> None:
-        super().__init__(message)
-        self.computed = computed
-
+from megarl.environments.scores import BadScore
 
 COMPUTES = 0.25
 """Fraction of the limit from which CPU time says that a call computed: one that waits uses none,
@@ -60,13 +51,13 @@ def ending_forks() -> Iterator[None]:
 
 async def within(limit_s: float, awaitable: Awaitable[Any], late: str) -> Any:
     """Await the user's `awaitable`. Raises what it raises, or after `limit_s` seconds
-    `LimitExceeded(late)`; it is then cancelled and not waited for, since it may go on for ever.
+    `BadScore` with `late`; it is then cancelled and not waited for, since it may go on for ever.
     """
     running = asyncio.ensure_future(outcome_of(awaitable))
     try:
         await asyncio.wait({running}, timeout=limit_s)
         if not running.done():
-            raise LimitExceeded(late)
+            raise BadScore("timeout", late)
         value, error = running.result()
     finally:
         running.cancel()
@@ -86,17 +77,23 @@ async def outcome_of(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | No
         return None, error
 
 
-def _children_s(thread: int) -> float:
-    """CPU seconds of the running processes, with descendants, that a thread (its native id) has
-    started.
-    """
+def computed_s(process_id: int) -> float:
+    """CPU seconds of a process with its descendants, as far as they still run."""
     used = 0.0
-    with contextlib.suppress(OSError, psutil.Error):
-        for child in Path(f"/proc/self/task/{thread}/children").read_text().split():
-            process = psutil.Process(int(child))
-            for member in (process, *process.children(recursive=True)):
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(process_id)
+        for member in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
                 used += sum(member.cpu_times()[:4])
     return used
+
+
+def _children_s(thread: int) -> float:
+    """The same of all processes that a thread (its native id) has started."""
+    with contextlib.suppress(OSError):
+        children = Path(f"/proc/self/task/{thread}/children").read_text().split()
+        return sum(map(computed_s, map(int, children)))
+    return 0.0
 
 
 class UserCalls:
@@ -113,7 +110,7 @@ class UserCalls:
         self, function: Callable[..., Any], arguments: Sequence[Any], limit_s: float, late: str
     ) -> Any:
         """Call `function(*arguments)`; an awaitable result is awaited. Raises what it raises, and
-        `LimitExceeded(late)` after `limit_s` seconds. A late plain function is stopped if it is
+        `BadScore` with `late` after `limit_s` seconds. A late plain function is stopped if it is
         Python code; C code goes on, while a new thread replaces its own.
         """
         if inspect.iscoroutinefunction(function):
@@ -134,11 +131,12 @@ class UserCalls:
         running = thread.submit(call)
         try:
             answer, error = await within(limit_s, asyncio.wrap_future(running), late)
-        except LimitExceeded as exceeded:
+        except BadScore as exceeded:
             if not running.done():
                 clock = time.pthread_getcpuclockid(numbers[0])
                 used_s = time.clock_gettime(clock) - before_s[0] + _children_s(numbers[1])
-                exceeded.computed = used_s > COMPUTES * limit_s
+                if used_s > COMPUTES * limit_s:
+                    exceeded.failure = "response_limit"
             raise
         finally:  # the limit may be exceeded, or the caller cancelled
             if not running.done():

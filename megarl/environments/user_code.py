@@ -170,19 +170,14 @@ def neighbours(paths: Sequence[Path]) -> list[str]:
     )
 
 
-def load_by_path(
-    path: Path,
-    name: str,
-    setting: str,
-    kind: str,
-    fits: Callable[[Any], bool],
-    sources: Sources | None = None,
-) -> Any:
+def load_by_path(path: Path, name: str, setting: str, sources: Sources | None = None) -> Any:
     """Attribute `name` of the Python file at `path`, whose content comes from `sources` if it is
-    there and runs once in a process. `kind`: "function" or "class"; `fits`: whether a value is one.
-    Raises `ValueError` that names the recipe's key `setting`, if the file does not import, or has
-    no such attribute.
+    there and runs once in a process. Raises `ValueError` that names the recipe's key `setting`, if
+    the file does not import, or has no such function, or class where `setting` names one.
     """
+    kind, fits = "function", inspect.isfunction
+    if setting in CLASSES:
+        kind, fits = "class", inspect.isclass
     where = str(path.resolve())
     held = sources if sources is not None and where in sources else read_sources([path])
     content = held[where]
@@ -204,10 +199,7 @@ def load_by_path(
     target = getattr(module, name, None)
     public = [key for key, value in vars(module).items() if fits(value) and not key.startswith("_")]
     listed = ", ".join(public) or "(none)"
-    require(
-        target is not None,
-        f"{setting}: {path} has no {kind} '{name}'; set one of: {listed}",
-    )
+    require(target is not None, f"{setting}: {path} has no {kind} '{name}'; set one of: {listed}")
     require(
         callable(target) if kind == "function" else fits(target),
         f"{setting}: '{name}' of {path} is {type(target).__name__}, not a {kind}; set"
@@ -236,31 +228,31 @@ def check_function(function: Callable[..., Any], name: str, setting: str) -> Non
 def own_function(
     name: str, setting: str, others: str = "", sources: Sources | None = None
 ) -> Callable[..., Any]:
-    """Load a user's function; raises as `split_name`, `load_by_path` and `check_function` do."""
+    """Load a user's function, or class where `setting` names one; raises as `split_name`,
+    `load_by_path` and `check_function` do.
+    """
     path, attribute = split_name(name, setting, others)
-    function = load_by_path(path, attribute, setting, "function", inspect.isfunction, sources)
-    check_function(function, name, setting)
+    function = load_by_path(path, attribute, setting, sources)
+    if setting not in CLASSES:
+        check_function(function, name, setting)
     return function
 
 
 @functools.cache
-def _loaded(name: str, setting: str, is_class: bool) -> Callable[..., Any]:
+def _loaded(name: str, setting: str) -> Callable[..., Any]:
     """What `name` stands for; its file may import its neighbours meanwhile."""
-    path, attribute = split_name(name, setting)
-    folder = str(path.resolve().parent)
+    folder = str(split_name(name, setting)[0].resolve().parent)
     sys.path.insert(0, folder)
     try:
-        if is_class:
-            return load_by_path(path, attribute, setting, "class", inspect.isclass)
         return own_function(name, setting)
     finally:
         sys.path.remove(folder)
 
 
 def function_of(
-    name: str, table: Mapping[str, Callable[..., Any]], setting: str, *, is_class: bool = False
+    name: str, table: Mapping[str, Callable[..., Any]], setting: str
 ) -> Callable[..., Any]:
-    """The function, or with `is_class` the class, of a recipe's `setting`: `table[name]`, or the
-    user's path/to/file.py:function. Raises `ValueError` that names `setting`.
+    """The function, or class, of a recipe's `setting`: `table[name]`, or the user's
+    path/to/file.py:function. Raises `ValueError` that names `setting`.
     """
-    return table[name] if name in table else _loaded(name, setting, is_class)
+    return table[name] if name in table else _loaded(name, setting)

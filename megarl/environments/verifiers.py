@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from megarl.environments.response_text import TAGS, after_last, answer_part, without_thousands
 from megarl.environments.scores import BadScore, Score, add_up, read_score
 from megarl.environments.signatures import RewardFunction, recognised
-from megarl.environments.user_code import Sources, load_by_path, own_function, split_name
+from megarl.environments.user_code import Sources, own_function, split_name
 from megarl.settings.addresses import is_remote
 from megarl.settings.environments import EnvironmentConfig
 from megarl.settings.schema import require
@@ -174,14 +174,6 @@ def load_functions(
     }
 
 
-def may_overlap(config: EnvironmentConfig, functions: Mapping[str, RewardFunction]) -> bool:
-    """Whether one process may run several calls at a time: if the user has reward functions, all
-    `async`, and the verifier `code`, which blocks, is not used.
-    """
-    are_async = all(function.is_async for function in functions.values())
-    return bool(functions) and are_async and not config.programs
-
-
 def load_verifier(
     config: EnvironmentConfig, functions: Mapping[str, RewardFunction] | None = None
 ) -> Verifier:
@@ -305,8 +297,7 @@ def load_session(config: EnvironmentConfig, sources: Sources | None = None) -> C
     setting = "environment.session"
     if config.session in lookup.SESSIONS:
         return lookup.load(lookup.SESSIONS[config.session])()
-    location = split_name(config.session, setting, OTHER_SESSIONS)
-    session = load_by_path(*location, setting, "class", inspect.isclass, sources)
+    session = own_function(config.session, setting, OTHER_SESSIONS, sources)
     missing = [name for name in ("start", "step") if not callable(getattr(session, name, None))]
     require(
         not missing,

@@ -41,7 +41,7 @@ from megarl.environments.scores import (
 )
 from megarl.environments.session import AgentObservation, Answer, Observation
 from megarl.environments.signatures import RewardFunction
-from megarl.environments.user_calls import LimitExceeded, UserCalls, ending_forks, within
+from megarl.environments.user_calls import UserCalls, ending_forks, within
 from megarl.environments.user_code import Sources
 from megarl.settings.environments import EnvironmentConfig
 from megarl.system.lookup import of_app
@@ -49,12 +49,7 @@ from megarl.system.signals import die_with_parent
 
 BUILT_IN_MEMORY_MIB = 512
 """Of a built-in verifier's process, if the recipe sets none."""
-ROOM_LEFT = 0.25
-"""A verifier's process is replaced once less than this fraction is left of its memory limit."""
 OUT_OF_MEMORY = "the verifier's process ran out of memory"
-MOST_STOPPED = 64
-"""Calls that exceeded their limit until the process is replaced: each may have left a thread
-behind."""
 MOST_CHARACTERS = 4_000_000
 """Of an observation. No model reads more, and tokenising takes seconds."""
 
@@ -117,35 +112,20 @@ def _identity(descriptor: int) -> tuple[int, int] | None:
     return info.st_dev, info.st_ino
 
 
-class MemoryLimit:
-    """Limits what this process may allocate from now on (RLIMIT_DATA), to hold at most `limit_mib`
-    MiB. Beyond, allocations raise `MemoryError`.
+def limit_memory(limit_mib: int) -> None:
+    """Limit what this process may allocate from now on (RLIMIT_DATA), to hold at most `limit_mib`
+    MiB. Beyond, allocations raise `MemoryError`. Raises `ValueError` if it holds that much already.
     """
-
-    def __init__(self, limit_mib: int | None) -> None:
-        """Raises `ValueError` if the process holds that much already."""
-        self.limit_mib = limit_mib
-        if limit_mib is None:
-            return
-        used = psutil.Process().memory_info()
-        self._room = limit_mib * 2**20 - used.rss
-        if self._room <= 0:
-            raise ValueError(
-                f"environment.memory_limit_mib is {limit_mib}, but the verifier's process"
-                f" holds {used.rss / 2**20:.0f} MiB once it has loaded; raise it"
-            )
-        # Not the address space: libraries reserve much more of that than they use. What is
-        # reserved already is not used again, so the limit counts from here.
-        self._most = used.data + self._room
-        resource.setrlimit(resource.RLIMIT_DATA, (self._most, self._most))
-
-    def is_tight(self) -> bool:
-        """Whether less than `ROOM_LEFT` of the memory is left that was free when the limit was
-        set.
-        """
-        if self.limit_mib is None:
-            return False
-        return self._most - psutil.Process().memory_info().data < ROOM_LEFT * self._room
+    used = psutil.Process().memory_info()
+    room = limit_mib * 2**20 - used.rss
+    if room <= 0:
+        raise ValueError(
+            f"environment.memory_limit_mib is {limit_mib}, but the verifier's process"
+            f" holds {used.rss / 2**20:.0f} MiB once it has loaded; raise it"
+        )
+    # Not the address space: libraries reserve much more of that than they use. What is reserved
+    # already is not used again, so the limit counts from here.
+    resource.setrlimit(resource.RLIMIT_DATA, (used.data + room, used.data + room))
 
 
 class Host:
@@ -165,9 +145,7 @@ class Host:
         self._channel, self._loop = channel, loop
         self._tasks: set[asyncio.Task[None]] = set()
         self._overlaps = False
-        self._limit = MemoryLimit(None)
-        self._num_late = 0
-        """Calls that exceeded their time limit."""
+        self._limit_mib: int | None = None
         self._open: dict[str, Any] = {}
         """{key of a rollout: its session}, of those in no call."""
         self._in_call: dict[str, asyncio.Task[Any] | None] = {}
@@ -207,11 +185,8 @@ class Host:
             # A timer that the call has set would go off in the next call.
             for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
                 signal.setitimer(timer, 0)  # the first is that of `signal.alarm` too
-        retires = self._num_late >= MOST_STOPPED
-        if self._verifier is not None:
-            full = OUT_OF_MEMORY in reply.get("detail", "") or self._limit.is_tight()
-            retires = retires or full or "again" in reply
-        if retires:
+        is_full = OUT_OF_MEMORY in reply.get("detail", "")
+        if self._verifier is not None and (is_full or "again" in reply):
             reply["retire"] = True
         self._channel.send(number, reply)
 
@@ -222,12 +197,8 @@ class Host:
             yield
         except BadScore as error:
             reply |= {"failure": error.failure, "detail": str(error)[:DETAIL_CHARACTERS]}
-        except LimitExceeded as error:
-            self._num_late += 1
-            failure = "response_limit" if error.computed else "timeout"
-            reply |= {"failure": failure, "detail": str(error)}
         except MemoryError:
-            limit = self._limit.limit_mib
+            limit = self._limit_mib
             advice = f"; raise environment.memory_limit_mib = {limit}" if limit else ""
             # What is built in keeps nothing between two calls.
             failure = "error" if self._is_own else "response_limit"
@@ -275,13 +246,17 @@ class Host:
                     functions = verifiers.load_functions(config, sources)
                     self._verifier = verifiers.load_verifier(config, functions)
                     limit_mib = limit_mib or (None if files else BUILT_IN_MEMORY_MIB)
-            self._limit = MemoryLimit(limit_mib)
+            self._limit_mib = limit_mib
+            if limit_mib is not None:
+                limit_memory(limit_mib)
         except BaseException as error:
             return {"refused": str(error) if isinstance(error, ValueError) else _said(error)}
         gc.collect()
         gc.freeze()  # what is imported stays, and would be searched again and again
         self._calls = UserCalls(config.threads)
-        self._overlaps = config.has_sessions or verifiers.may_overlap(config, functions)
+        # All functions are the user's and `async`, and `code`, which blocks, is not used.
+        are_async = bool(functions) and all(f.is_async for f in functions.values())
+        self._overlaps = config.has_sessions or (are_async and not config.programs)
         if self._overlaps:
             self._begin_task(self._beat())
         reply["forms"] = {name: f.form for name, f in functions.items() if f.form}
@@ -325,7 +300,7 @@ class Host:
 
     async def begin(self, key: str, prompt: Any) -> Reply:
         """Make and start the session of rollout `key`: {observation: token ids, maybe none, reward:
-        0.0}. Raises what the session raises, and `LimitExceeded`.
+        0.0}. Raises what the session raises, and `BadScore`.
         """
         session, goes_on = None, False
         self._in_call[key] = asyncio.current_task()

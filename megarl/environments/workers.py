@@ -41,7 +41,7 @@ import psutil
 
 from megarl.environments.codec import Codec
 from megarl.environments.scores import Outcome, Reply, late_verdict
-from megarl.environments.user_calls import COMPUTES
+from megarl.environments.user_calls import COMPUTES, computed_s
 from megarl.environments.user_code import Sources, UserFiles
 from megarl.environments.verifiers import named, own_files, setting_of
 from megarl.settings.environments import EnvironmentConfig
@@ -148,22 +148,13 @@ class Worker:
         # Most replies come at once; to see what processes compute takes milliseconds for each call.
         await asyncio.wait({future}, timeout=None if self.beats else limit_s / 10)
         if not future.done():
-            before_s, rest_s = self._computed_s(), 0.9 * limit_s
+            before_s, rest_s = computed_s(self.process.pid), 0.9 * limit_s
             await asyncio.wait({future}, timeout=rest_s)
             if not future.done():
-                computed_s = self._computed_s() - before_s
-                is_busy = computed_s > COMPUTES * rest_s or not self._has_user_files
+                used_s = computed_s(self.process.pid) - before_s
+                is_busy = used_s > COMPUTES * rest_s or not self._has_user_files
                 self.lose("response_limit" if is_busy else "timeout", "gave no reply and was ended")
         return future.result()
-
-    def _computed_s(self) -> float:
-        used = 0.0
-        with contextlib.suppress(psutil.Error):
-            process = psutil.Process(self.process.pid)
-            for member in (process, *process.children(recursive=True)):
-                with contextlib.suppress(psutil.Error):
-                    used += sum(member.cpu_times()[:4])
-        return used
 
     def lose(self, failure: Failure, how: str, *, by_itself: bool = False) -> None:
         """Stop using this process: open and later requests get the reply `self.lost`, and it is
@@ -225,6 +216,8 @@ class Worker:
                 for name in ("lost", "by_itself", "calls"):  # of `lose` alone
                     reply.pop(name, None)
                 self.waiting.pop(number)[0].set_result(reply)
+                if self.retires and not self.waiting:
+                    self.lose("error", "has retired")
         except (ValueError, TypeError, AttributeError, RecursionError):
             return f"sent no reply but {line[:40]!r}"
         except OSError:
@@ -377,8 +370,6 @@ class Workers:
         finally:
             if command == "cut_off" or "observation" not in reply:
                 self._homes.pop(key, None)
-            if worker is not None:
-                self._settle(worker)
 
     async def _anywhere(self, *message: Any, limit_s: float) -> Reply:
         """The reply of any process; repeated, once, where another call may be why it failed."""
@@ -407,15 +398,7 @@ class Workers:
 
     async def _in(self, slot: int, message: Sequence[Any], limit_s: float) -> Reply:
         worker = await self._at(slot)
-        try:
-            return await worker.ask(*message, limit_s=limit_s)
-        finally:
-            self._settle(worker)
-
-    def _settle(self, worker: Worker) -> None:
-        """End a process that retires and has nothing to do. Called after each request."""
-        if worker.retires and not worker.waiting and worker not in self._homes.values():
-            worker.lose("error", "has retired")
+        return await worker.ask(*message, limit_s=limit_s)
 
     async def _at(self, slot: int, within_s: float | None = None) -> Worker:
         """The process of a slot, started if none runs there. Raises `ValueError` if that fails."""

@@ -188,7 +188,7 @@ def engine_table(config: RunConfig, hf: PretrainedConfig) -> list[ParameterSpec]
     if lora.is_on and lora.publish == "adapter":
         return None
     if is_own(engine.kind):
-        engine_class = function_of(engine.kind, {}, "rollout.engine.kind", is_class=True)
+        engine_class = function_of(engine.kind, {}, "rollout.engine.kind")
         if not issubclass(engine_class, Engine):  # pyright: ignore[reportArgumentType]
             return plain_table(whole_published(empty_model(config.model)), engine.tensor)
     on_cpu = local_device().type == "cpu"

@@ -263,7 +263,8 @@ def made_with(config: RunConfig) -> str:
     rollout = config.rollout.model_dump(exclude=NO_MATTER)
     is_penalised = config.algorithm.truncated == "penalise"
     kinds = config.group_filter, config.greedy_baseline, is_penalised
-    plain = [rollout, config.environment.model_dump(), config.prompts.model_dump(), kinds]
+    environment = config.environment.model_dump(exclude={"agent": {"at_once"}})
+    plain = [rollout, environment, config.prompts.model_dump(), kinds]
     text = json.dumps(plain, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

@@ -5,30 +5,14 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, Self
 
-from megarl.settings.addresses import (
-    SECRET,
-    VARIABLE,
-    check_address,
-    check_variable,
-    is_remote,
-)
+from megarl.settings.addresses import SECRET, VARIABLE, check_address, check_variable, is_remote
 from megarl.settings.agents import AgentConfig
 from megarl.settings.code import CodeConfig
 from megarl.settings.limits import MOST_TOKENS
 from megarl.settings.recipe_paths import CodeText
 from megarl.settings.schema import Config, Excludes, Needs, Of, Range, replace, require, section
 from megarl.settings.tools import ToolsConfig
-from megarl.settings.verifiers import (
-    WEIGHT,
-    ChoiceConfig,
-    FormatConfig,
-    JsonSchemaConfig,
-    LengthConfig,
-    MathConfig,
-    NamedVerifierConfig,
-    NumericConfig,
-    RegexConfig,
-)
+from megarl.settings.verifiers import WEIGHT, NamedVerifierConfig
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
 """A name in `environment.mixture`, which becomes part of the names of metrics."""
@@ -132,7 +116,7 @@ TURNS = Of(
 MAPPING = Excludes("rewards", "which adds up rewards as they are")
 
 
-class EnvironmentConfig(Config):
+class EnvironmentConfig(NamedVerifierConfig):
     """How responses become rewards: verifier, session or tools, rewards, and limits of the worker
     processes.
     """
@@ -188,21 +172,10 @@ class EnvironmentConfig(Config):
     ] = section(AgentConfig)
     """A program or function that calls the model as an OpenAI-compatible server; `verifier` or
     `rewards` score its answer."""
-    code: CodeConfig = section(CodeConfig)
-    answer_after: str = ""
-    """`exact_match`, `numeric`, `choice` and `reasoning_gym` read only what follows the last
-    occurrence of this marker; empty: the whole response."""
     thinking: tuple[str, ...] | None = ()
     """Tags around what the model thinks, such as `[<think>, </think>]`: built-in verifiers read
     what follows the last closing tag, and nothing if the thinking does not end. Empty: the chat
     template's, else `<think>` and `</think>`. null: responses are read whole."""
-    regex: RegexConfig = section(RegexConfig)
-    json_schema: JsonSchemaConfig = section(JsonSchemaConfig)
-    math: MathConfig = section(MathConfig)
-    numeric: NumericConfig = section(NumericConfig)
-    choice: ChoiceConfig = section(ChoiceConfig)
-    format: FormatConfig = section(FormatConfig)
-    length: LengthConfig = section(LengthConfig)
     correct: Annotated[float, Range(-1e6, 1e6), MAPPING] = 1.0
     """Reward of a correct answer."""
     wrong: Annotated[float, Range(-1e6, 1e6), MAPPING] = 0.0

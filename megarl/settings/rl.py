@@ -119,7 +119,7 @@ class RunConfig(AnyRunConfig):
     observe: ObserveConfig = section(ObserveConfig)
 
     def check(self) -> None:
-        check_run_settings(self, longest_request(self))
+        check_run_settings(self)
 
     @property
     def group_filter(self) -> str:
@@ -186,12 +186,10 @@ CODE = (".py", ".sh")
 """Suffixes of files that are no data, where a pattern matches them."""
 
 
-def check_run_settings(config: RunConfig, longest: int) -> None:
-    """Raise `ValueError`, with what to set, if settings do not go together. `longest`: most tokens
-    of a prompt and its response together.
-    """
+def check_run_settings(config: RunConfig) -> None:
+    """Raise `ValueError`, with what to set, if settings do not go together."""
     require(config.prompts.names_data, "prompts.source is empty; set it to a data file or hub name")
-    check_engines(config, longest)
+    check_engines(config)
     groups, parts = config.rollout.groups_per_step, config.training.num_mini_batches
     require(
         groups % parts == 0,
@@ -222,7 +220,7 @@ def check_run_settings(config: RunConfig, longest: int) -> None:
         check_algorithm(config)
 
 
-def check_engines(config: RunConfig, longest: int) -> None:
+def check_engines(config: RunConfig) -> None:
     """Raise `ValueError` for time limits that end the run before engines can start, receive weights
     or be replaced, or for a step of an engine with fewer tokens than sequences.
     """
@@ -251,7 +249,7 @@ def check_engines(config: RunConfig, longest: int) -> None:
         f" {engine.stall_timeout_s:g}; raise the one or lower the other",
     )
     # vLLM's own condition; an engine's step is made to hold the longest request.
-    step_tokens = max(engine.max_batched_tokens, longest)
+    step_tokens = max(engine.max_batched_tokens, longest_request(config))
     require(
         engine.max_num_sequences <= step_tokens,
         f"rollout.engine.max_batched_tokens is {engine.max_batched_tokens}, below"

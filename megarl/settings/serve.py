@@ -108,13 +108,8 @@ class JudgeConfig(Config):
 
 
 OF_TRAINING = Without(
-    *("correct", "wrong", "unscored", "on_failure"),
-    *(
-        "require_stop",
-        "overlong",
-        "max_failure_share",
-    ),
-    *("start_limit_s", "mixture"),
+    *("correct", "wrong", "unscored", "on_failure", "require_stop", "overlong"),
+    *("max_failure_share", "start_limit_s", "mixture"),
     why="which is for the recipe of the training run that asks the server, whose rewards it makes"
     " of scores, or whose verifiers it chooses",
 )

@@ -159,8 +159,8 @@ class NamedVerifierConfig(Config):
     rewards: Annotated[dict[CodeText, float], WEIGHT] = {}
     """{reward function: weight}, instead of `verifier`: the reward is the weighted sum."""
     answer_after: str = ""
-    """`exact_match`, `numeric` and `choice` read only what follows the last occurrence of this
-    marker; empty: the whole response."""
+    """`exact_match`, `numeric`, `choice` and `reasoning_gym` read only what follows the last
+    occurrence of this marker; empty: the whole response."""
     regex: RegexConfig = section(RegexConfig)
     json_schema: JsonSchemaConfig = section(JsonSchemaConfig)
     math: MathConfig = section(MathConfig)

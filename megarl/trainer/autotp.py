@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from megarl.parallel.mesh import ProcessMesh
 from megarl.parallel.tensor import Shard
-from megarl.trainer.compilation import drop_stale_locks
 from megarl.trainer.role_placement import kv_heads
 from megarl.trainer.sharding import WORD_STYLES
 
@@ -37,7 +36,6 @@ def shard_with_autotp(model: PreTrainedModel, mesh: ProcessMesh) -> dict[str, Sh
     from deepspeed.module_inject.tp_plan_converter import TPPlanConverter
 
     plan = {name: style for name, style in model.tp_plan.items() if style not in WORD_STYLES}
-    drop_stale_locks()
     with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
         deepspeed.init_distributed(
             dist_init_required=False, auto_mpi_discovery=False, verbose=False

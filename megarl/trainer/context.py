@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -168,20 +168,18 @@ class RunContext:
         not finite.
         """
         # Imported here: a recipe is checked without DeepSpeed, which takes seconds to import.
-        from megarl.trainer.compilation import announced
         from megarl.trainer.role import Role
 
-        with announced() if self.is_main else nullcontext():
-            role = Role(
-                name,
-                model=model,
-                training=training or self.config.training,
-                mesh=mesh or self.mesh,
-                device=self.device,
-                seed=self.config.seed,
-                head=head,
-                optimizer_steps=optimizer_steps,
-            )
+        role = Role(
+            name,
+            model=model,
+            training=training or self.config.training,
+            mesh=mesh or self.mesh,
+            device=self.device,
+            seed=self.config.seed,
+            head=head,
+            optimizer_steps=optimizer_steps,
+        )
         self.stack.callback(role.destroy)
         if self.is_main and optimizer_steps is not None:
             if trained := role.engine.module.share_trained():
@@ -206,7 +204,8 @@ class RunContext:
         model} of further trained models on this rank. `roles`: `trained_roles` of those of all
         ranks.
         """
-        training = self.config.training
+        training, source = self.config.training, self.config.model
+        keeps_generation = self.is_main and not source.from_scratch
         model: Any = engine.module.model if engine is not None else None
         if model is not None and model.generation_config is not None:
             # What ends a response here ends it wherever the saved model is served.
@@ -223,12 +222,12 @@ class RunContext:
             others=others or {},
             roles=roles or {},
             everyone=everyone,
-            base_digest=base_digest(self.config.model.path) if training.lora.is_on else "",
+            base_digest=base_digest(source.path) if training.lora.is_on else "",
             reference=adapter_digest(reference_adapter(self.config) or ""),
             owner=self.inputs.owner,
             run_id=self.run_id,
             in_background=training.checkpoint.background,
-            generation=generation_config(self.config.model) if self.is_main else None,
+            generation=generation_config(source) if keeps_generation else None,
             names=exported_names(model) if model is not None else {},
         )
         self.stack.callback(checkpoints.close)

@@ -17,7 +17,7 @@ from megarl.objectives.value import MOMENTS, explained_variance, moments, value_
 from megarl.parallel.collectives import broadcast_object, gather_objects
 from megarl.trainer.finite import StepGuard
 from megarl.trainer.role import Column, Role
-from megarl.trainer.step import MicroBatchLoss, StepMetrics, scale_metrics, train_mini_batches
+from megarl.trainer.step import MicroBatchLoss, StepMetrics, train_mini_batches
 from megarl.trainer.transfer import BatchTransfer, RoleBatch, Scorer
 from megarl.types import MicroBatch, StepBatch
 
@@ -104,7 +104,7 @@ class Critic:
             role, packed, loss_of, guard, metrics, num_mini_batches=len(packed)
         )
         sums = metrics.reduce(role.mesh.gradient)
-        report = scale_metrics(role) | {
+        report = {
             "loss": sums["loss"] / max(1, num_steps),
             "clip_share": sums["clipped"] / max(1.0, sums["count"]),
             "explained_variance": explained_variance(sums),

@@ -11,7 +11,6 @@ the tokens. The weights add up to 1 over a mini-batch, over all ranks.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -27,7 +26,6 @@ from megarl.trainer.step import (
     add_mismatch,
     computed_tokens,
     mismatch_metrics,
-    scale_metrics,
     token_weights,
     train_mini_batches,
 )
@@ -78,9 +76,7 @@ class Distillation:
         )
         teacher.forget()
         report = self._report(metrics, num_mini_batches=num_steps)
-        epochs = self.policy.training.epochs_per_step
-        report |= computed_tokens(itertools.chain(*packed), self.policy, epochs)
-        report |= rates | scale_metrics(self.policy)
+        report |= rates | computed_tokens(packed, self.policy)
         return StepReport(step=batch.step, metrics=batch.metrics | report)
 
     def _loss(

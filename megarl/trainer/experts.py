@@ -243,10 +243,6 @@ def refuse_balance(model: PreTrainedModel, training: TrainingConfig) -> None:
     routers = [module for module in model.modules() if type(module).__name__ in ROUTERS]
     kind = model.config.model_type
     require(
-        bool(routers) or not settings.is_on,
-        f"training.experts balances experts, but model type {kind} has none; leave it out",
-    )
-    require(
         settings.bias_rate == 0 or all(hasattr(router, BIAS) for router in routers),
         f"training.experts.bias_rate is {settings.bias_rate:g}, but the routers of model type"
         f" {kind} have no bias for it; set it to 0",

@@ -59,11 +59,6 @@ class StepGuard:
         name = next((name for name, count in zip(WATCHED, counts, strict=True) if count), "")
         return f"the {name} {'is' if name == 'loss' else 'are'} not finite" if name else ""
 
-    def gradient_problem(self) -> str:
-        """The same of gradients, between the last backward pass and the step. Collective."""
-        name = self.role.engine.broken_gradient()
-        return f"the gradient of {name} is not finite" if name else ""
-
     def skip(self, problem: str) -> None:
         """Count and report a skipped step. Raises `UserError` on every rank if a weight is not
         finite, or `allowed` steps were skipped before. Collective.

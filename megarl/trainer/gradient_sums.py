@@ -26,33 +26,24 @@ from megarl.errors import UserError
 PARTS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 """Attribute of ZeRO 3's optimizer: {`ds_id` of a parameter: view for this rank's part of its
 gradient}."""
-STAGE_3 = (
-    *("fp16_groups", "partition_grads", "_offload_grad_partition_at_boundary"),
-    *("grad_partitions_flat_buffer", PARTS, "inf_or_nan_tracker"),
-)
-STAGE_2 = (
-    *("bit16_groups", "averaged_gradients", "copy_grads_in_partition"),
-    *("_use_compact_grad_partition_buffer", "_get_compact_grad_partition_slice"),
-    "gradient_accumulation_dtype",
-)
-"""Attributes that DeepSpeed's optimizers must have."""
+KNOWN = "0.19."
+"""Beginning of the versions of DeepSpeed that are built as here."""
 
 
 def keep_on_device(optimizer: Any) -> None:
     """Make a DeepSpeed optimizer with its state on the host add up gradients on the device, in
     place, before the first backward pass: 4 bytes for each element of this rank's trained
-    parameters, under ZeRO 2 during a step's passes only. Raises `UserError` for a version of
-    DeepSpeed that is built in another way.
+    parameters, under ZeRO 2 during a step's passes only. Raises `UserError` for another version of
+    DeepSpeed.
     """
-    is_stage_3 = isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3)
-    if not (_is_known_stage_3(optimizer) if is_stage_3 else _is_known_stage_2(optimizer)):
+    if not deepspeed.__version__.startswith(KNOWN):
         raise UserError(
-            f"training.offload_optimizer: DeepSpeed {deepspeed.__version__} adds up gradients in"
+            f"training.offload_optimizer: DeepSpeed {deepspeed.__version__} may add up gradients in"
             " another way than 0.19.8, for which megarl keeps the sums on the GPU until the"
             " optimizer step; install deepspeed==0.19.8, or set training.zero_stage to 3 and"
             " training.offload_gradients to micro_batch"
         )
-    if is_stage_3:
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         _move_sums(optimizer)
     elif optimizer.partition_gradients:  # ZeRO 2
         # In float32 DeepSpeed answers False, and then adds up on the host.
@@ -89,24 +80,3 @@ def _move_sums(optimizer: Any) -> None:
         torch.accelerator.empty_host_cache()
         # DeepSpeed adds on a stream of its own.
         torch.cuda.synchronize(sums.device)
-
-
-def _is_known_stage_3(optimizer: Any) -> bool:
-    """Whether the sums are views of one flat float32 buffer on the host."""
-    if not all(hasattr(optimizer, name) for name in STAGE_3):
-        return False
-    flat, parts = optimizer.grad_partitions_flat_buffer, getattr(optimizer, PARTS)
-    trained = [parameter.ds_id for group in optimizer.fp16_groups for parameter in group]
-    storage = flat.untyped_storage().data_ptr()
-    return (
-        (flat.dtype, flat.device.type) == (torch.float32, "cpu")
-        and trained == list(parts)
-        and sum(view.numel() for view in parts.values()) == flat.numel()
-        and all(view.untyped_storage().data_ptr() == storage for view in parts.values())
-    )
-
-
-def _is_known_stage_2(optimizer: Any) -> bool:
-    """Whether it has the code that adds up on the device."""
-    is_known = all(hasattr(optimizer, name) for name in STAGE_2)
-    return is_known and optimizer.gradient_accumulation_dtype == torch.float32

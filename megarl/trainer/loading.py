@@ -247,12 +247,11 @@ def output_rows(
 
 
 def generation_config(config: ModelConfig) -> bytes | None:
-    """Content of the model's generation_config.json, for saved models, if it has one."""
-    if config.from_scratch:
-        return None
+    """Content of generation_config.json at `config.path`, if there is one."""
+    path = None
     with contextlib.suppress(OSError):  # some old models have none
         path = cached_file(config.path, GENERATION)
-        return Path(path).read_bytes() if path else None
+    return Path(path).read_bytes() if path else None
 
 
 def load_model(

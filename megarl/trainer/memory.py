@@ -48,8 +48,8 @@ class SizedParameter:
     def on_rank(self) -> int:
         """Most elements on a rank, before ZeRO divides them."""
         if self.shard is None:
-            return num_elements(self.shape)
-        return num_elements(self.shape) // self.shard.whole * max(self.shard.lengths)
+            return math.prod(self.shape)
+        return math.prod(self.shape) // self.shard.whole * max(self.shard.lengths)
 
     def replicas(self, layout: Layout) -> int:
         """Ranks with the same part, over which ZeRO divides it."""
@@ -101,16 +101,8 @@ def with_head(parameters: Sequence[SizedParameter], head: str) -> list[SizedPara
     return kept
 
 
-def num_elements(shape: Sequence[int]) -> int:
-    return math.prod(shape)
-
-
 def role_memory(
-    parameters: Sequence[SizedParameter],
-    layout: Layout,
-    training: TrainingConfig,
-    *,
-    trains: bool,
+    parameters: Sequence[SizedParameter], layout: Layout, training: TrainingConfig, *, trains: bool
 ) -> Memory:
     """Bytes on the rank that needs most. A frozen model has weights only, with LoRA only if
     `training.lora.adapter` names an adapter.
@@ -189,7 +181,7 @@ def power_of_two(size: int) -> int:
 def engine_memory(parameters: Sequence[SizedParameter], tensor: int, dtype: str) -> int:
     """About the bytes of weights on each of an engine's `tensor` GPUs."""
     sizes = [
-        num_elements(parameter.shape) / (tensor if len(parameter.shape) > 1 else 1)
+        math.prod(parameter.shape) / (tensor if len(parameter.shape) > 1 else 1)
         for parameter in parameters
     ]
     return math.ceil(BYTES[dtype] * sum(sizes))

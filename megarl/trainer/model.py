@@ -201,7 +201,7 @@ class RoleModel(nn.Module):
         block = self.sequence.block
         make = None if block == "auto" else block
         if is_own(block):
-            make = function_of(block, {}, "training.sequence.block", is_class=True)
+            make = function_of(block, {}, "training.sequence.block")
         indices = batch.indices or (torch.arange(len(batch.token_ids)),)
 
         @cache

@@ -125,26 +125,6 @@ def _cut(
     return cut(whole.starts.tolist(), size, how, seen=seen)
 
 
-def pack_mini_batch(
-    samples: Samples,
-    micro_batches: Sequence[Sequence[int]],
-    device: torch.device,
-    axis: Axis,
-    how: str = "auto",
-    share: SharePrefix = "off",
-    windows: Sequence[int | None] = (),
-) -> list[MicroBatch]:
-    """Pack a mini-batch: for each of `micro_batches`, which has indices into `samples`, this rank's
-    tokens. Other arguments: those of `pack_shared`.
-    """
-    return [
-        pack_shared(
-            *(samples.select(chosen), device, axis, how, samples.places(chosen), share, windows)
-        )
-        for chosen in micro_batches
-    ]
-
-
 PER_TOKEN = (
     *("token_ids", "position_ids", "targets", "mask"),
     *("sample_ids", "engine_logprobs", "rewards", "places", "multiplicity"),

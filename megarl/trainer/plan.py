@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,7 +23,6 @@ from megarl.kernels.packed_varlen import provider
 from megarl.parallel.launcher import warn
 from megarl.parallel.mesh import Axis, local_device
 from megarl.settings.config import AnyConfig, DistillConfig, RunConfig
-from megarl.settings.objectives import AlgorithmConfig
 from megarl.settings.schema import is_own, replace, require, shortened
 from megarl.settings.training import (
     CriticConfig,
@@ -41,7 +39,7 @@ from megarl.trainer.attention import prove_attention, refuse_unsupported
 from megarl.trainer.autotp import refuse_autotp
 from megarl.trainer.experts import num_experts, refuse_balance, refuse_expert_layout
 from megarl.trainer.heads import SCORING, HeadName, refuse_head
-from megarl.trainer.loading import check_weights, empty_model
+from megarl.trainer.loading import check_weights, empty_model, generation_config
 from megarl.trainer.logits import logit_transform, refuse_transform
 from megarl.trainer.lora import A, B, chosen_layers
 from megarl.trainer.model_config import load_model_config, positions
@@ -80,15 +78,9 @@ def plan_training(
     head: HeadName = "logprobs",
 ) -> None:
     """Raise `ValueError` if the policy cannot be trained, loaded or saved."""
-    if isinstance(config, RunConfig):
-        check_router_replay(config.algorithm, hf)
+    replay = config.algorithm.router_replay if isinstance(config, RunConfig) else "off"
+    refuse_expert_settings(config.training, hf, replay)
     check_trainable(config.training, config.model, hf, head)
-    expert = config.training.layout.expert
-    require(
-        expert == 1 or num_experts(hf) > 0,
-        f"training.layout.expert is {expert}, but model type {hf.model_type} has no experts; leave"
-        " it out",
-    )
     if config.training.experts.is_on:
         refuse_balance(empty_model(config.model), config.training)
     check_export(config.model, tokenizer, hf)
@@ -96,13 +88,20 @@ def plan_training(
     check_adapters(config.training.lora, config.model, head)
 
 
-def check_router_replay(algorithm: AlgorithmConfig, hf: transformers.PretrainedConfig) -> None:
-    """Raise `ValueError` if the routers of a model without experts are to be replayed."""
-    require(
-        algorithm.router_replay == "off" or num_experts(hf) > 0,
-        f"algorithm.router_replay is {algorithm.router_replay!r}, but model type {hf.model_type}"
-        " has no experts; leave it out",
-    )
+def refuse_expert_settings(
+    training: TrainingConfig, hf: transformers.PretrainedConfig, router_replay: str = "off"
+) -> None:
+    """Raise `ValueError` if a setting is about experts, and the model has none."""
+    settings = {
+        f"algorithm.router_replay is {router_replay!r}": router_replay != "off",
+        f"training.layout.expert is {training.layout.expert}": training.layout.expert > 1,
+        "training.experts balances experts": training.experts.is_on,
+    }
+    for setting, is_set in settings.items():
+        require(
+            not is_set or num_experts(hf) > 0,
+            f"{setting}, but model type {hf.model_type} has no experts; leave it out",
+        )
 
 
 def check_trainable(
@@ -163,7 +162,7 @@ def refuse_kernels(
     cudnn = cudnn_needs(width, capability) if on_gpu else {}
     package = "a package flash-attn (pip install -e '.[flash-attn-4]' for compute capability 9"
     if is_own(block):
-        block_class = function_of(block, {}, "training.sequence.block", is_class=True)
+        block_class = function_of(block, {}, "training.sequence.block")
         lacks = [
             name for name in ("prepare", "forward", "backward") if not hasattr(block_class, name)
         ]
@@ -391,18 +390,11 @@ def stop_tokens(
 
 def _generation_ends(config: ModelConfig) -> list[object]:
     """The `eos_token_id` of generation_config.json, as a list."""
-    file = Path(config.path) / "generation_config.json"
-    if Path(config.path).is_dir() and not os.path.lexists(file):
-        return []
     fix = "fetch the model again, or remove the file"
     with opening(f"generation_config.json of model.path {config.path!r}", fix=fix):
-        try:
-            more: object = transformers.GenerationConfig.from_pretrained(config.path).eos_token_id
-        except OSError:
-            if os.path.lexists(file):
-                raise
-            more = None  # a model of the hub without one
-    return [] if more is None else more if isinstance(more, list) else [more]
+        content = generation_config(config)
+        ends = json.loads(content).get("eos_token_id") if content else None
+    return [] if ends is None else ends if isinstance(ends, list) else [ends]
 
 
 def check_adapters(lora: LoraConfig, model: ModelConfig, head: HeadName = "logprobs") -> None:

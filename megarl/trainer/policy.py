@@ -9,7 +9,6 @@ Other models fill the columns `reference_logprobs` for a KL penalty and `values`
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -37,7 +36,6 @@ from megarl.trainer.step import (
     add_mismatch,
     computed_tokens,
     mismatch_metrics,
-    scale_metrics,
     token_weights,
     train_mini_batches,
     unreported_tokens,
@@ -139,9 +137,7 @@ class PolicyGradient:
             num_mini_batches=len(batch.samples),
         )
         report = self._report(metrics, num_mini_batches=num_steps)
-        epochs = self.policy.training.epochs_per_step
-        report |= computed_tokens(itertools.chain(*packed), self.policy, epochs)
-        report |= rates | scale_metrics(self.policy)
+        report |= rates | computed_tokens(packed, self.policy)
         if self.policy.replays_experts:
             report |= unreported_tokens(batch.samples, self.policy)
         return StepReport(step=batch.step, metrics=batch.metrics | report)

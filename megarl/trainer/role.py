@@ -28,7 +28,7 @@ from megarl.trainer.build import DTYPES, build_network
 from megarl.trainer.compilation import drop_stale_locks
 from megarl.trainer.heads import HeadName
 from megarl.trainer.lora import is_adapter
-from megarl.trainer.packing import pack_mini_batch, pack_shared
+from megarl.trainer.packing import pack_shared
 from megarl.trainer.zero import TrainEngine
 from megarl.types import MicroBatch, Samples, StepBatch
 
@@ -146,10 +146,14 @@ class Role:
         training = self.training
         if not self.replays_experts:
             samples = dataclasses.replace(samples, experts=None)
-        return pack_mini_batch(
-            *(samples, micro_batches, self.device, self.mesh.sequence),
-            *(training.sequence.cut, training.share_prefix, self.windows),
-        )
+        cut, share = training.sequence.cut, training.share_prefix
+        return [
+            pack_shared(
+                *(samples.select(chosen), self.device, self.mesh.sequence, cut),
+                *(samples.places(chosen), share, self.windows),
+            )
+            for chosen in micro_batches
+        ]
 
     def pack_step(self, batch: StepBatch) -> list[list[MicroBatch]]:
         """For each mini-batch of a step, this rank's packed sequences."""

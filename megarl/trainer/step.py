@@ -43,7 +43,8 @@ def train_mini_batches(
     num_mini_batches: int,
 ) -> tuple[int, dict[str, float]]:
     """Take an optimizer step for each mini-batch and epoch. Returns (their number, {"grad_norm":
-    mean before clipping, "learning_rate", "skipped_steps"}). Collective.
+    mean before clipping, "learning_rate", "skipped_steps"; of experts and the loss scale}).
+    Collective.
 
     `packed`: for each mini-batch, this rank's packed sequences; empty where the step is skipped.
     `loss_of(mini-batch, is first optimizer step)` returns the loss. Raises `UserError` if `guard`
@@ -58,7 +59,9 @@ def train_mini_batches(
             norms.append(result[0])
             rate = result[1]
     guard.check_weights()
-    return len(norms), role.engine.module.routers.load.take_metrics() | {
+    scale = role.engine.loss_scale
+    more = role.engine.module.routers.load.take_metrics() | (scale.metrics() if scale else {})
+    return len(norms), more | {
         "grad_norm": sum(norms) / max(1, len(norms)),
         "learning_rate": rate,
         "skipped_steps": float(epochs * num_mini_batches - len(norms)),
@@ -87,7 +90,8 @@ def optimizer_step(
         _count_experts(role, micro_batches)
     while True:
         problem = _accumulate(role, micro_batches, loss, guard)
-        overflow = "" if problem else guard.gradient_problem()
+        broken = "" if problem else role.engine.broken_gradient()
+        overflow = broken and f"the gradient of {broken} is not finite"
         if not (problem or overflow):
             break
         role.engine.discard()
@@ -139,12 +143,6 @@ def _count_experts(role: Role, micro_batches: Sequence[MicroBatch]) -> None:
         with load.of(micro), _part("forward pass", role, "train"):
             role.engine(micro, 1.0)
     load.count(role.mesh.gradient)
-
-
-def scale_metrics(role: Role) -> dict[str, float]:
-    """See `LossScale.metrics`; {} in other precisions than float16."""
-    scale = role.engine.loss_scale
-    return scale.metrics() if scale else {}
 
 
 def _part(what: str, role: Role, kind: Kind) -> Span:
@@ -204,19 +202,17 @@ class StepMetrics:
         return reduced
 
 
-def computed_tokens(
-    micro_batches: Iterable[MicroBatch], role: Role, epochs: int = 1
-) -> dict[str, float]:
-    """{"tokens/computed": with padding, "tokens/shared_saved": by common prefixes}, over all ranks
-    and `epochs`. Collective.
+def computed_tokens(packed: Iterable[Iterable[MicroBatch]], role: Role) -> dict[str, float]:
+    """{"tokens/computed": with padding, "tokens/shared_saved": by common prefixes} of a step, over
+    all ranks and epochs. `packed`: for each mini-batch, this rank's packed sequences. Collective.
     """
     metrics = StepMetrics(role.device, ("computed", "saved"))
-    for micro in micro_batches:
+    for micro in itertools.chain(*packed):
         metrics.add(computed=len(micro.token_ids))
         # Every rank of the sequence axis knows the documents of the whole packed sequence.
         if micro.parents and role.mesh.sequence.rank == 0:
             metrics.add(saved=saved_tokens(micro.starts.tolist(), micro.parents, micro.begins))
-    value = metrics.reduce(role.mesh.gradient)
+    value, epochs = metrics.reduce(role.mesh.gradient), role.training.epochs_per_step
     return {
         "tokens/computed": epochs * value["computed"],
         "tokens/shared_saved": epochs * value["saved"],

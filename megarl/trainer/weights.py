@@ -98,36 +98,19 @@ def is_downloaded(name: str) -> bool:
 
 
 def _folder(path: str) -> Path:
-    """The model's folder; a hub name is downloaded. Raises `ValueError` without safetensors
-    weights.
-    """
+    """The model's folder; a hub name is downloaded. Raises `ValueError` if that fails."""
     folder = Path(path)
-    fix = (
-        "set model.from_scratch to true for random weights, or point model.path at a trained model"
-    )
     if not folder.is_dir():
         try:
             folder = Path(huggingface_hub.snapshot_download(path, allow_patterns=PATTERNS))
         except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
             first = str(error).strip().splitlines()[0]
             raise ValueError(
-                f"model.path {path!r} has no weights that can be loaded: {first}; {fix}"
+                f"model.path {path!r} has no weights that can be loaded: {first}; set"
+                " model.from_scratch to true for random weights, or point model.path at a trained"
+                " model"
             ) from None
-    if not (folder / WHOLE).exists() and not (folder / INDEX).exists():
-        raise ValueError(
-            f"model.path {path!r} has no weights that can be loaded: neither {WHOLE} nor {INDEX} is"
-            f" there; {fix}"
-        )
     return folder
-
-
-def weight_files(path: str) -> list[Path]:
-    """The model's safetensors files, sorted by name. Raises `ValueError` as `_folder`."""
-    folder = _folder(path)
-    if not (folder / INDEX).exists():
-        return [folder / WHOLE]
-    names = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
-    return [folder / name for name in sorted(names)]
 
 
 @functools.cache

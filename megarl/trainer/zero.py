@@ -29,7 +29,6 @@ from megarl.parallel.reshard.owned import tensor_spans
 from megarl.parallel.tensor import replicas
 from megarl.settings.training import TrainingConfig
 from megarl.trainer import working_memory
-from megarl.trainer.compilation import drop_stale_locks
 from megarl.trainer.expert_zero import expert_groups
 from megarl.trainer.gradient_sums import keep_on_device, sum_of
 from megarl.trainer.heads import SCORING
@@ -196,7 +195,6 @@ class TrainEngine:
         settings = deepspeed_config(
             *(config, self.mesh.gradient.size), trains=self.trains, trained=max(1, num_trained)
         )
-        drop_stale_locks()
         engine: Any
         with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
             engine, *_ = deepspeed.initialize(
@@ -343,10 +341,7 @@ class TrainEngine:
             with deepspeed.zero.GatheredParameters([parameter], enabled=is_split):
                 assert not is_split or parameter.ds_status == ZeroParamStatus.AVAILABLE
                 shard = self.module.shards.get(name)
-                yield (
-                    name,
-                    shard.gather(parameter.data, self.mesh) if shard else parameter.data,
-                )
+                yield (name, shard.gather(parameter.data, self.mesh) if shard else parameter.data)
 
     def owned(self) -> Mapping[str, torch.Tensor]:
         """{published name: flat tensor} of this rank's part of every weight: its shard or, under

@@ -18,7 +18,7 @@ from megarl.parallel.mesh import ProcessMesh, all_ranks
 from megarl.settings.objectives import AlgorithmConfig, GaeConfig
 from megarl.settings.training import OptimizerConfig
 from megarl.trainer.critic import Critic
-from megarl.trainer.packing import pack_mini_batch
+from megarl.trainer.packing import pack_shared
 from megarl.trainer.step_advantages import step_advantages
 from megarl.trainer.transfer import BatchTransfer
 
@@ -83,7 +83,12 @@ def learn(folder: str, place: Any, device: Any) -> Learnt:
             layout = policy.layout
             batch = batch_of(step, layout.data, layout.sequence, policy.data.rank)
             packed = [
-                pack_mini_batch(samples, rows, device, policy.sequence, "auto")
+                [
+                    pack_shared(
+                        samples.select(row), device, policy.sequence, "auto", samples.places(row)
+                    )
+                    for row in rows
+                ]
                 for samples, rows in zip(batch.samples, batch.micro_batches, strict=True)
             ]
         values = critic.values(batch, packed)

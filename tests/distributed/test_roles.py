@@ -26,7 +26,7 @@ from megarl.parallel.mesh import ProcessMesh, all_ranks
 from megarl.rollout.batch import SharePlan
 from megarl.settings.training import OptimizerConfig
 from megarl.trainer.finite import StepGuard
-from megarl.trainer.packing import pack_mini_batch
+from megarl.trainer.packing import pack_shared
 from megarl.trainer.prefixes import balance_of
 from megarl.trainer.role import Role
 from megarl.trainer.step import StepMetrics, optimizer_step
@@ -162,7 +162,13 @@ def tokens_after_transfer(sequence: int) -> tuple[int, int]:
 
         def pack_step(batch: Any) -> Any:
             (rows,), (mine,) = batch.micro_batches, batch.samples
-            return [pack_mini_batch(mine, rows, device, mesh.sequence, share="on")]
+            packed = [
+                pack_shared(
+                    *(mine.select(row), device, mesh.sequence), places=mine.places(row), share="on"
+                )
+                for row in rows
+            ]
+            return [packed]
 
         everyone = all_ranks(timeout_s=60)
         role: Any = SimpleNamespace(windows=[None], pack_step=pack_step)

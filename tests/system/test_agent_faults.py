@@ -226,7 +226,7 @@ def test_a_run_goes_on_after_faults_of_its_agents(tmp_path: Path) -> None:
     assert len(rollouts) == STEPS * 6 and steps[-1]["engines/replaced"] == 1
     assert re.search("engine . has lost one of vLLM's processes; it is replaced", done.err)
     told = [(one["failure"], one["detail"]) for one in rollouts if one["failure"]]
-    killed = [one for one in told if one[1] == "AgentFailed: the agent ended with signal SIGKILL"]
+    killed = [one for one in told if one[1] == "RuntimeError: the agent ended with signal SIGKILL"]
     late = [one for one in told if re.search(r"longer than .*time_limit_s = 30 s", one[1])]
     assert (len(killed), len(late), len(told)) == (1, 1, 2), told
     # Those of the worker process that was killed were made again.

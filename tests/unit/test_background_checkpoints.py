@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import io
-import json
 import os
 import random
 import shutil
@@ -16,9 +15,10 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from megarl.checkpoints import rank_files
-from megarl.checkpoints.background import Writing, reports_of
+from megarl.checkpoints.background import Writing
 from megarl.checkpoints.checkpoint import Checkpoints
 from megarl.checkpoints.lease import Lease
 from megarl.checkpoints.manifest import file_digest, remove_unfinished
@@ -140,76 +140,69 @@ def test_a_full_disk_leaves_no_file_open(
 
 
 def writing(
-    folder: Path, rank: int, write: Callable[[], Mapping[str, str]],
+    store: Store, rank: int, write: Callable[[], Mapping[str, str]],
     committed: list[dict[str, str]] | None = None, num_ranks: int = 2,
 ) -> Writing:  # fmt: skip
     def commit(digests: Mapping[str, str]) -> None:
         assert committed is not None
         committed.append(dict(digests))
 
-    reports_of(folder).mkdir(exist_ok=True)
-    return Writing(7, folder=folder, rank=rank, num_ranks=num_ranks, write=write, commit=commit)
+    return Writing(7, store=store, rank=rank, num_ranks=num_ranks, write=write, commit=commit)
 
 
 def full_disk() -> dict[str, str]:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_the_checkpoint_is_committed_once_every_rank_has_written(tmp_path: Path) -> None:
+def test_the_checkpoint_is_committed_once_every_rank_has_written() -> None:
+    store = HashStore()
     committed, may_write = list[dict[str, str]](), threading.Event()
 
     def slow() -> dict[str, str]:
         assert may_write.wait(20)
         return {"b": "2"}
 
-    first = writing(tmp_path, 0, lambda: {"a": "1"}, committed)
-    second = writing(tmp_path, 1, slow)
+    first = writing(store, 0, lambda: {"a": "1"}, committed)
+    second = writing(store, 1, slow)
     assert first.wait_written(20) == "" and not first._is_over(0.5) and committed == []
     may_write.set()
     # Nobody asks: the threads alone commit.
     assert first._is_over(20) and committed == [{"a": "1", "b": "2"}]
-    assert second.wait_written(20) == "" == first.wait_committed([], 20)
+    assert second.wait_written(20) == "" == first.wait_committed(20)
 
 
-def test_digests_that_were_sent_replace_reports_that_are_not_seen(tmp_path: Path) -> None:
-    committed = list[dict[str, str]]()
-    first = writing(tmp_path, 0, lambda: {"a": "1"}, committed)
-    assert first.wait_written(20) == ""
-    assert first.wait_committed([{"a": "1"}, {"b": "2"}], 20) == ""
-    assert committed == [{"a": "1", "b": "2"}]
-
-
-def test_a_checkpoint_that_is_given_up_is_not_committed(tmp_path: Path) -> None:
-    committed = list[dict[str, str]]()
-    first = writing(tmp_path, 0, lambda: {"a": "1"}, committed)
+def test_a_checkpoint_that_is_given_up_is_not_committed() -> None:
+    store, committed = HashStore(), list[dict[str, str]]()
+    first = writing(store, 0, lambda: {"a": "1"}, committed)
     assert first.wait_written(20) == "" and first.give_up(20) and committed == []
 
 
 def test_a_rank_that_cannot_write_keeps_the_others_from_committing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    committed = list[dict[str, str]]()
-    first = writing(tmp_path, 0, lambda: {"a": "1"}, committed)
-    second = writing(tmp_path, 1, full_disk)
+    store, committed = HashStore(), list[dict[str, str]]()
+    first = writing(store, 0, lambda: {"a": "1"}, committed)
+    second = writing(store, 1, full_disk)
     assert "No space left" in second.wait_written(20) and second._is_over(20)
     # Rank 0 learns of it by itself, and says so where the run ends by an error.
-    assert first._is_over(20) and committed == [] and not reports_of(tmp_path).exists()
+    assert first._is_over(20) and committed == []
     first.linger(20)
     assert "step 7 is not saved: rank 1: [Errno 28] No space" in capsys.readouterr().err
-    assert first.wait_written(20) == "" and "No space" in first.wait_committed([], 20)
+    assert first.wait_written(20) == "" and "No space" in first.wait_committed(20)
 
 
 def test_before_an_error_ends_the_run_ranks_wait_for_the_commit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    store = HashStore()
     committed, may_write = list[dict[str, str]](), threading.Event()
 
     def slow() -> dict[str, str]:
         assert may_write.wait(20)
         return {"a": "1"}
 
-    first = writing(tmp_path, 0, slow, committed)
-    second = writing(tmp_path, 1, lambda: {"b": "2"})
+    first = writing(store, 0, slow, committed)
+    second = writing(store, 1, lambda: {"b": "2"})
     assert second.wait_written(20) == "" and not second._is_over(0.5)
     threading.Timer(1.5, may_write.set).start()
     first.linger(20)
@@ -247,28 +240,28 @@ def test_the_memory_of_a_container_is_seen_from_a_group_below(
     assert host_memory.free_memory() == (400_000, 1_000_000)
 
 
-def test_waits_have_an_end(tmp_path: Path) -> None:
+def test_waits_have_an_end() -> None:
     may_write = threading.Event()
 
     def stuck() -> dict[str, str]:
         may_write.wait(60)
         return {}
 
-    one = writing(tmp_path, 0, stuck, [], num_ranks=1)
+    one = writing(HashStore(), 0, stuck, [], num_ranks=1)
     assert one.wait_written(0.1) == "its files were not on the disk after 0 s"
-    assert "was not committed" in one.wait_committed([{}], 0.1)
+    assert "was not committed" in one.wait_committed(0.1)
     may_write.set()
     assert one._is_over(20)
 
 
-def test_a_commit_that_fails_is_told(tmp_path: Path) -> None:
+def test_a_commit_that_fails_is_told() -> None:
     def commit(digests: Mapping[str, str]) -> None:
         raise OSError(errno.EPERM, "another run owns the folder")
 
-    reports_of(tmp_path).mkdir()
-    one = Writing(7, folder=tmp_path, rank=0, num_ranks=1, write=lambda: {"a": "1"}, commit=commit)
+    write = lambda: {"a": "1"}  # noqa: E731
+    one = Writing(7, store=HashStore(), rank=0, num_ranks=1, write=write, commit=commit)
     assert one.wait_written(20) in ("", "[Errno 1] another run owns the folder")
-    assert "another run" in one.wait_committed([{"a": "1"}], 20)
+    assert "another run" in one.wait_committed(20)
 
 
 @pytest.mark.parametrize("replaces", [True, False])
@@ -296,14 +289,3 @@ def test_a_commit_that_is_overtaken_leaves_the_new_owners_checkpoint(
         saved._commit(finished, final, {})
     assert [path.name for path in tmp_path.iterdir()] == ["step_000010"]
     assert (final / "weights").read_text() == "of the new owner"
-
-
-def test_a_half_written_report_is_not_read(tmp_path: Path) -> None:
-    committed = list[dict[str, str]]()
-    first = writing(tmp_path, 0, lambda: {"a": "1"}, committed)
-    half = reports_of(tmp_path) / "rank_00001.writing"
-    half.write_text('{"b": ')
-    assert first.wait_written(20) == "" and not first._is_over(0.3)
-    half.write_text(json.dumps({"b": "2"}))
-    half.rename(half.with_suffix(".json"))
-    assert first._is_over(20) and committed == [{"a": "1", "b": "2"}]

@@ -149,7 +149,7 @@ model.tokenizer: nowhere.model -> nowhere.model does not exist
 /model/config.json: {quantization_config: {quant_method: mxfp4}}
     -> qwen2 has quantised weights | set model.path to a copy in bfloat16
 training.experts.z_coefficient: 0.1
-    -> training.experts balances experts, but model type qwen2 has none | leave it out
+    -> training.experts balances experts, but model type qwen2 has no experts | leave it out
 training.optimizer.kind: apex -> training.optimizer.kind is 'apex' | set it to 'torch'
 rollout.max_new_tokens: 253 -> longest prompt of the data has 5 tokens
     | max_position_embeddings of model.path is 256

@@ -17,7 +17,6 @@ from support.environments import verdicts
 
 from megarl.apps.doctor.doctor import check_sandbox
 from megarl.apps.verifiers.code.code_tests import (
-    BadTests,
     extract,
     read_tests,
     same_output,
@@ -538,7 +537,7 @@ BAD_ROWS = {
 
 @pytest.mark.parametrize("said", BAD_ROWS)
 def test_bad_rows(verify: Verify, said: str) -> None:
-    with pytest.raises(BadTests, match=said):
+    with pytest.raises(ValueError, match=said):
         read_tests(BAD_ROWS[said])
     with pytest.raises(BadScore, match=said):
         verify(BAD_ROWS[said], "x")
@@ -604,7 +603,7 @@ def test_tests_are_read_from_the_column_that_is_set() -> None:
     row = {"input_output": {"inputs": ["1"], "outputs": ["1"]}, "mine": ["assert f(1) == 1"]}
     assert read_tests(row).kind == "stdin"
     assert read_tests(row, "mine").kind == "asserts"
-    with pytest.raises(BadTests, match="no tests in column other"):
+    with pytest.raises(ValueError, match="no tests in column other"):
         read_tests(row, "other")
 
 

@@ -303,21 +303,6 @@ def test_what_is_not_saved_in_time_is_said(
     assert "no checkpoint of this moment" in said[1]
 
 
-def test_a_compilation_is_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lock file of a build that has been there for long is named, once."""
-    from megarl.trainer import compilation
-
-    said, heard = [], threading.Event()
-    monkeypatch.setattr(compilation, "say", lambda text: (said.append(text), heard.set()))
-    (tmp_path / "deepspeed_shm_comm").mkdir()
-    lock = tmp_path / "deepspeed_shm_comm" / "lock"
-    with compilation.announced(tmp_path, after_s=0.1):
-        lock.touch()
-        os.utime(lock, (0, 0))
-        assert heard.wait(30)
-    assert said == ["compiling DeepSpeed's deepspeed_shm_comm: about a minute, once"]
-
-
 @pytest.mark.parametrize("activated", [True, False])
 def test_operators_are_built_and_found_with_the_same_programs(
     activated: bool, tmp_path: Path

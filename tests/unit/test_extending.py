@@ -105,7 +105,7 @@ def train_with(model: str, block: str, ranks: int) -> tuple[dict[str, float], in
     usual = {"model": model, "stage": 0, "training": {"share_prefix": "off"}}
     settings: list[Any] = [{}, {"sequence": {"block": block}}]
     found = run_cases([usual | {"layout": (1, ranks, 1)} | more for more in settings])
-    made: Any = function_of(block, {}, "training.sequence.block", is_class=True)
+    made: Any = function_of(block, {}, "training.sequence.block")
     return differences(*found), made.calls
 
 

@@ -25,9 +25,9 @@ from megarl.apps.tools.markup import TurnMarkup
 from megarl.apps.tools.parsers import CallReader
 from megarl.apps.tools.tool import CallError
 from megarl.environments.codec import Codec
+from megarl.environments.scores import BadScore
 from megarl.environments.scoring import Environment
 from megarl.environments.session import Answer, Observation
-from megarl.environments.user_calls import LimitExceeded
 from megarl.rollout.attempts import trained_part
 from megarl.settings.environments import EnvironmentConfig
 from megarl.types import Prompt, Segment, Verdict
@@ -334,7 +334,7 @@ def test_agents_that_fail(codec: Codec, tmp_path: Path) -> None:
         played(codec, tmp_path, ["3" + END], raises)
     with pytest.raises(Exception, match=r"longer than environment\.agent\.time_limit_s = 0\.5 s"):
         played(codec, tmp_path, ["3" + END], hangs, time_limit_s=0.5)
-    with pytest.raises(LimitExceeded, match=r"environment\.agent\.time_limit_s = 0\.5 s"):
+    with pytest.raises(BadScore, match=r"environment\.agent\.time_limit_s = 0\.5 s"):
         played(codec, tmp_path, ["3" + END], thinks, time_limit_s=0.5)
     with pytest.raises(Exception, match="the agent made no call"):
         played(codec, tmp_path, ["3" + END], is_silent)

@@ -226,7 +226,6 @@ def test_preferences_and_reward_models_have_ranks_alone(shown: Shown) -> None:
     *((("--recipe", GSM8K), {"CUDA_VISIBLE_DEVICES": visible}, "set it to each GPU once")
       for visible in ("0,,1", "0,0", "GPU-ab,1, GPU-ab")),
     (("--recipe", GSM8K), {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, "hides all GPUs: unset it"),
-    (("--gpus-train", "4"), {}, "--gpus-train is gone; set --ranks"),
     (("--recipe", "missing.yaml"), {}, "missing.yaml does not exist"),
 ])  # fmt: skip
 def test_dry_run_refuses(

@@ -236,7 +236,7 @@ def test_run_json_of_other_versions(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert read_progress(folder) == PROGRESS
     assert capsys.readouterr().err.count("passing over colour, size\n") == 1
     (folder / "run.json").write_text(json.dumps(found | {"format": 4}))
-    with pytest.raises(UserError, match="of format 4, and this version of megarl reads formats"):
+    with pytest.raises(UserError, match="of format 4, and this version of megarl reads format 3"):
         read_progress(folder)
     (folder / "digests.json").unlink()
     seal(folder)

@@ -22,7 +22,7 @@ from support.sequence_cases import Case, assert_close, cases, dense
 
 from megarl.parallel.prefix_balance import FamilyBalance
 from megarl.parallel.prefix_tree import Prefix, Size
-from megarl.settings.training import SharePrefix
+from megarl.settings.training import SharePrefix, TrainingConfig
 from megarl.trainer.packing import pack
 from megarl.trainer.prefixes import (
     balance_of,
@@ -240,10 +240,12 @@ def test_metrics_count_what_is_computed_and_what_sharing_saved() -> None:
     samples = samples_of([([*range(40), 1, 2], 41), ([*range(40), 3], 41)])
     micro_batches = [pack(samples, CPU, share="on"), pack(Samples.concatenate([]), CPU)]
     alone = SimpleNamespace(rank=0, size=1)
-    role: Any = SimpleNamespace(device=CPU, mesh=SimpleNamespace(sequence=alone, gradient=alone))
-    found = computed_tokens(micro_batches, role)
+    mesh, training = SimpleNamespace(sequence=alone, gradient=alone), TrainingConfig()
+    role: Any = SimpleNamespace(device=CPU, mesh=mesh, training=training)
+    found = computed_tokens([micro_batches], role)
     assert found == {"tokens/computed": 40 + 2 + 1 + 2, "tokens/shared_saved": 40}
-    twice = computed_tokens(micro_batches, role, epochs=2)
+    role.training = TrainingConfig(epochs_per_step=2)
+    twice = computed_tokens([micro_batches], role)
     assert twice == {name: 2 * value for name, value in found.items()}
 
 

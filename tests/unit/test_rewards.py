@@ -19,7 +19,7 @@ from megarl.environments.scores import BadScore, read_score
 from megarl.environments.scoring import Environment
 from megarl.environments.user_code import prepare_imports
 from megarl.environments.verifiers import load_verifier, short_names
-from megarl.environments.worker import MemoryLimit
+from megarl.environments.worker import limit_memory
 from megarl.environments.workers import Worker
 from megarl.rollout.batch import own_metrics
 from megarl.settings.environments import EnvironmentConfig
@@ -280,7 +280,7 @@ def test_memory_is_limited(tmp_path: Path) -> None:
         "the verifier's process ran out of memory; raise environment.memory_limit_mib = 256"
     )
     with pytest.raises(ValueError, match=r"is 1, but the verifier's process holds \d+ MiB once"):
-        MemoryLimit(1)
+        limit_memory(1)
 
 
 async def test_a_verifier_of_the_house_has_a_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,14 +304,8 @@ async def test_a_verifier_of_the_house_has_a_memory_limit(monkeypatch: pytest.Mo
 
 async def test_a_prompt_verdict_looks_at_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """To find a worker's descendants reads all of /proc, milliseconds for each verdict."""
-    looks: list[Worker] = []
-    whole = Worker._computed_s
-
-    def watched(self: Worker) -> float:
-        looks.append(self)
-        return whole(self)
-
-    monkeypatch.setattr(Worker, "_computed_s", watched)
+    looks: list[int] = []
+    monkeypatch.setattr("megarl.environments.workers.computed_s", looks.append)
     async with opened(EnvironmentConfig(verifier="exact_match", time_limit_s=60)) as environment:
         for response in ("1", "2"):
             assert (await environment.score(PROMPT, response, 1, False)).failure == ""

@@ -27,11 +27,11 @@ from megarl.parallel.mesh import Axis
 from megarl.rollout.attempts import path as path_of
 from megarl.rollout.batch_files import batch_file, read_batch, write_batch
 from megarl.settings.objectives import AlgorithmConfig
-from megarl.settings.training import SharePrefix
+from megarl.settings.training import SharePrefix, TrainingConfig
 from megarl.trainer.branches import next_tokens
 from megarl.trainer.experts import Routers
 from megarl.trainer.packing import pack, pack_shared
-from megarl.trainer.plan import check_router_replay
+from megarl.trainer.plan import refuse_expert_settings
 from megarl.trainer.prefixes import must_save, tree_of
 from megarl.types import (
     Group,
@@ -210,9 +210,9 @@ def test_what_cannot_be_replayed_is_refused_in_a_line(tmp_path: Path) -> None:
 
     for value in ("rollout", "trainer"):
         with pytest.raises(ValueError, match=f"router_replay is '{value}'.*qwen3 has no experts"):
-            check_router_replay(AlgorithmConfig(router_replay=value), Qwen3Config())
-        check_router_replay(AlgorithmConfig(router_replay=value), Qwen3MoeConfig())
-    check_router_replay(AlgorithmConfig(), Qwen3Config())
+            refuse_expert_settings(TrainingConfig(), Qwen3Config(), value)
+        refuse_expert_settings(TrainingConfig(), Qwen3MoeConfig(), value)
+    refuse_expert_settings(TrainingConfig(), Qwen3Config())
 
     with pytest.raises(ValueError, match="computes no old log-probs"):
         AlgorithmConfig(router_replay="trainer", old_logprobs="engine")

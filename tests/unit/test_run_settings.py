@@ -46,6 +46,14 @@ def test_finished_rollouts_are_kept_if_they_do_not_depend_on_a_change(
     assert (before != after) is matters
 
 
+def test_finished_rollouts_do_not_depend_on_how_many_agents_run_at_once() -> None:
+    agent = {"command": ["python", "agent.py"]}
+    few, many = (run(environment={"agent": agent | {"at_once": count}}) for count in (1, 256))
+    assert made_with(few) == made_with(many)
+    slow = run(environment={"agent": agent | {"time_limit_s": 1.0}})
+    assert made_with(slow) != made_with(many)
+
+
 @pytest.mark.parametrize("kind", ["rl", "sft"])
 def test_epochs_become_steps(kind: str) -> None:
     assert steps(kind, None, 100, 10) == 100

@@ -366,20 +366,3 @@ async def test_code_that_catches_its_cancellation(tmp_path: Path) -> None:
         late, cut = [await pool.step("a", SAID), await pool.cut_off("b", SAID)]
     assert late.failure == "timeout" and "time_limit_s = 0.3" in late.detail
     assert cut.failure == "error" and "not '' or 'tool_call'" in cut.detail
-
-
-async def test_a_process_with_stopped_calls_ends_after_its_sessions(tmp_path: Path) -> None:
-    """It starts no more sessions, and keeps those that are open."""
-    async with workers(tmp_path, "Mixed") as pool:
-        await pool.begin("open", prompt())
-        old = pool.places[0]
-        assert old is not None
-        old.retires = True  # as a reply says after `MOST_STOPPED` stopped calls
-        await pool.begin("new", prompt())
-        assert pool.places[0] is not old and old.lost is None
-        for _ in range(2):
-            assert (await pool.step("open", SAID)).observation
-        assert (await pool.step("open", SAID)).score == 1.0
-        while old.lost is None:
-            await asyncio.sleep(0.01)
-        assert (await pool.step("new", SAID)).observation

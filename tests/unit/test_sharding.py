@@ -126,7 +126,7 @@ def test_a_killed_compilation_does_not_stop_later_runs(tmp_path: Path) -> None:
         lock.parent.mkdir(parents=True)
         lock.touch()
     os.utime(old, (time.time() - 600,) * 2)
-    assert drop_stale_locks(tmp_path) == [old]
+    drop_stale_locks(tmp_path)
     assert fresh.exists() and not old.exists()
 
 

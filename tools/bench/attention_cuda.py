@@ -69,7 +69,7 @@ def block_of(name: str) -> Callable[[], Any]:
 
     if name in OTHERS:
         return getattr(block_triton, OTHERS[name])
-    return function_of(name, BLOCKS, "training.sequence.block", is_class=True)
+    return function_of(name, BLOCKS, "training.sequence.block")
 
 
 def block_runs(name: str, places: list[Positions], tensors: list[torch.Tensor], pairs: int) -> Way:

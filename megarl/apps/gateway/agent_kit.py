@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from megarl.apps.gateway.agent_program import (
-    AgentFailed,
     check_command,
     run_agent_program,
 )
@@ -29,8 +28,9 @@ from megarl.apps.tools.markup import TurnMarkup
 from megarl.apps.tools.parsers import CallReader
 from megarl.apps.tools.tool import Schema
 from megarl.environments.codec import Codec
+from megarl.environments.scores import BadScore
 from megarl.environments.session import AgentObservation, Answer, Observation
-from megarl.environments.user_calls import LimitExceeded, outcome_of
+from megarl.environments.user_calls import outcome_of
 from megarl.environments.user_code import Sources, own_function
 from megarl.settings.environments import EnvironmentConfig
 from megarl.settings.schema import require
@@ -185,7 +185,7 @@ class AgentKit:
         if isinstance(error, Exception | asyncio.CancelledError):
             raise error
         if error is not None:  # SystemExit and such would end the worker process
-            raise AgentFailed(f"the agent raised {error!r}") from error
+            raise RuntimeError(f"the agent raised {error!r}") from error
         return Answer(answer) if isinstance(answer, str) else answer
 
     async def beside(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -312,7 +312,7 @@ class AgentSession:
         """
         if self._call is None:
             self._result()
-            raise AgentFailed("the agent made no call; see that it asks the server at its URL")
+            raise RuntimeError("the agent made no call; see that it asks the server at its URL")
         await self._record(text, token_ids)
         reply = await self._observation()
         return self._result() if reply is None else reply
@@ -408,7 +408,7 @@ class AgentSession:
         return min([limit for limit in limits if limit], default=0)
 
     async def _next(self) -> AgentCall | None:
-        """The next call; None once the agent has ended. Raises `LimitExceeded` if the agent takes
+        """The next call; None once the agent has ended. Raises `BadScore` if the agent takes
         too long.
         """
         assert self._agent is not None
@@ -418,9 +418,8 @@ class AgentSession:
                 call = await self._waiting.get()
         except TimeoutError:
             limit_s = self.kit.settings.time_limit_s
-            raise LimitExceeded(
-                f"the agent took longer than environment.agent.time_limit_s = {limit_s:g} s"
-            ) from None
+            late = f"the agent took longer than environment.agent.time_limit_s = {limit_s:g} s"
+            raise BadScore("timeout", late) from None
         finally:
             self._left_s -= time.monotonic() - began
         if call is not None and self._agent.done():

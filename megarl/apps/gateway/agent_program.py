@@ -76,10 +76,6 @@ def _absolute(word: str) -> str:
         return word
 
 
-class AgentFailed(Exception):
-    """Raised if an agent ends without an answer."""
-
-
 def check_command(command: Sequence[str], *, network: str, isolate: bool) -> list[str]:
     """The command of `environment.agent`, ready to be run in another folder: `python` is this
     Python, and words that name files are absolute. Raises `ValueError` if there is no such program,
@@ -123,7 +119,7 @@ async def run_agent_program(
 ) -> Any:
     """Run an agent's program once and return what it answers: an `Answer` with its standard output
     or, if it wrote JSON to the file that MEGARL_RESULT names, that value, a score. Ends the program
-    when cancelled. Raises `AgentFailed` if it ends with an error.
+    when cancelled. Raises `RuntimeError` if it ends with an error.
 
     `command`: as `check_command` returns it. `columns`: of the data row that it may see.
     `variables`: further environment variables. `port`: see `STARTER`. `scores`: whether it may
@@ -169,7 +165,7 @@ async def run_agent_program(
             if code := process.returncode:
                 last = _last(errors, ERROR_BYTES).splitlines()[-1:]
                 how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
-                raise AgentFailed(
+                raise RuntimeError(
                     f"the agent ended with {how}{''.join(f': {line}' for line in last)}"
                 )
             return _answer(folder / "result.json" if scores else None, _last(output, MOST_OUTPUT))
@@ -196,7 +192,7 @@ def _answer(result: Path | None, text: str) -> Any:
     except FileNotFoundError:
         return answer
     except (OSError, ValueError, RecursionError) as error:
-        raise AgentFailed(f"the agent's file MEGARL_RESULT is no JSON: {error}") from None
+        raise RuntimeError(f"the agent's file MEGARL_RESULT is no JSON: {error}") from None
 
 
 async def _ended(process: subprocess.Popen[bytes]) -> None:

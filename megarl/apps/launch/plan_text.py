@@ -4,6 +4,7 @@ inference engine, and the commands that start them.
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,6 @@ from megarl.settings.training import CriticConfig, ModelConfig, RewardModelRoleC
 from megarl.trainer.memory import (
     SizedParameter,
     engine_memory,
-    num_elements,
     role_memory,
     sized_parameters,
     with_head,
@@ -110,7 +110,7 @@ def role_row(name: str, plan: LaunchPlan, gpus: Gpus) -> Row:
         memory = {"total": 0}
     elif not isinstance(parameters, str):
         parameters = with_head(parameters, HEADS.get(type(role or config), "logprobs"))
-        row["parameters"] = sum(num_elements(parameter.shape) for parameter in parameters)
+        row["parameters"] = sum(math.prod(parameter.shape) for parameter in parameters)
         trains = role is None or isinstance(role, CriticConfig)
         sizes = role_memory(parameters, layout, training, trains=trains)
         names = ("weights", "gradients", "optimizer", "total", "host")

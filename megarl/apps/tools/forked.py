@@ -21,13 +21,9 @@ _threads = ThreadPoolExecutor(2)
 """They wait for copies; no more run at the same time."""
 
 
-class TookTooLong(Exception):
-    """Raised if the function has not returned within its limit, or its process has died."""
-
-
 async def in_copy(function: Callable[..., Any], *arguments: Any) -> Any:
     """What `function` returns, of `MOST_S` seconds of CPU time at most; raises what it raises, or
-    `TookTooLong`. It runs in a process of its own, which has the memory of this one, so what it
+    `TimeoutError`. It runs in a process of its own, which has the memory of this one, so what it
     changes is lost.
     """
     loop = asyncio.get_running_loop()
@@ -44,7 +40,7 @@ def _run(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
             raise EOFError
         result, error = reader.recv()
     except EOFError:
-        raise TookTooLong(f"it took longer than {MOST_S:g} s") from None
+        raise TimeoutError(f"it took longer than {MOST_S:g} s") from None
     finally:
         copy.kill()
         copy.join()

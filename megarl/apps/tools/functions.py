@@ -14,7 +14,8 @@ from pydantic import ConfigDict, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 
 from megarl.apps.tools.tool import CallError, as_text, function_schema
-from megarl.environments.user_calls import LimitExceeded, UserCalls
+from megarl.environments.scores import BadScore
+from megarl.environments.user_calls import UserCalls
 from megarl.environments.user_code import check_function
 from megarl.settings.schema import require
 
@@ -89,7 +90,7 @@ class FunctionTool:
         try:
             late = f"the tool did not answer within {limit_s:g} s"
             result = await self._calls.run(call, (), limit_s, late)
-        except LimitExceeded as error:
+        except BadScore as error:
             raise CallError(str(error)) from None
         except BaseException as error:  # SystemExit too: a tool must not end the process
             raise CallError(f"{type(error).__name__}: {error}") from None

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.apps.tools.forked import TookTooLong, in_copy
+from megarl.apps.tools.forked import in_copy
 from megarl.apps.tools.tool import CallError, Schema
 
 SHORT = 1000
@@ -80,7 +80,7 @@ class CallReader:
             return self._parse(text)
         try:
             return await in_copy(self._parse, text)
-        except TookTooLong as error:
+        except TimeoutError as error:
             raise CallError(f"the tool call could not be read: {error}; write it shorter") from None
 
     def _parse(self, text: str) -> tuple[str, list[Call]]:

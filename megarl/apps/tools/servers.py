@@ -32,7 +32,7 @@ from mcp.types import (
     PaginatedRequestParams,
 )
 
-from megarl.apps.tools.tool import CallError, Schema, ToolUnavailable, function_schema, read_object
+from megarl.apps.tools.tool import CallError, Schema, function_schema, read_object
 from megarl.settings.addresses import is_remote, read_token
 from megarl.settings.schema import shortened
 
@@ -187,14 +187,14 @@ class ToolServer:
         are no text become a word such as "[image]". The server is started first if it does not run.
 
         Raises `CallError`, which the model is told, if the tool fails or does not answer within
-        `limit_s` seconds, and `ToolUnavailable` if the server cannot be reached or has ended.
+        `limit_s` seconds, and `ConnectionError` if the server cannot be reached or has ended.
         """
         async with self._starting:
             if self._session is None:
                 try:
                     await self.start()
                 except ValueError as error:
-                    raise ToolUnavailable(str(error)) from None
+                    raise ConnectionError(str(error)) from None
         assert self._session is not None
         try:
             async with asyncio.timeout(limit_s):
@@ -209,7 +209,7 @@ class ToolServer:
             elif not is_remote(self._command) or code not in NO_ANSWER:
                 raise CallError(f"{type(error).__name__}: {error}") from None
             reason = shortened(f"{self._status} {error}".strip(), ERROR_CHARACTERS)
-            raise ToolUnavailable(
+            raise ConnectionError(
                 f"the MCP server '{self.name}' did not answer a call, or has ended ({reason})"
             ) from None
         text = "\n".join(getattr(block, "text", f"[{block.type}]") for block in result.content)
@@ -240,7 +240,7 @@ class ServerTool:
     async def call(self, arguments: str, limit_s: float) -> str:
         """Call the tool with `arguments`, JSON text of an object, and return its result as text for
         the model. Raises `CallError`, which the model is told, for arguments that are no object, if
-        the tool fails or does not answer within `limit_s` seconds, and `ToolUnavailable` if the
+        the tool fails or does not answer within `limit_s` seconds, and `ConnectionError` if the
         server cannot be reached or has ended.
         """
         name = self.schema["function"]["name"]

@@ -22,12 +22,6 @@ class CallError(Exception):
     """
 
 
-class ToolUnavailable(Exception):
-    """Raised by `Tool.call` if a tool cannot be called at all, such as where its server is gone;
-    the rollout then fails.
-    """
-
-
 class Tool(Protocol):
     """One tool that the model may call; the interface of a function of the user's or a tool of an
     MCP server. `schema`, a dict in OpenAI's format, is shown to the model by the chat template.
@@ -35,7 +29,7 @@ class Tool(Protocol):
     `await tool.call(arguments, limit_s)` runs the tool; `call` is a coroutine function. `arguments`
     is the JSON text of an object, as the model wrote it, and `limit_s` the time limit in seconds.
     The result is the text that the model reads. `CallError` is raised for an error that the model
-    is told, such as wrong arguments or an exceeded limit, and `ToolUnavailable` if the tool is
+    is told, such as wrong arguments or an exceeded limit, and `ConnectionError` if the tool is
     gone.
     """
 
@@ -48,7 +42,7 @@ class Tool(Protocol):
 
         Raises `CallError` if the arguments are wrong, the tool fails, or it does not answer within
         `limit_s` seconds; the model is told the message, and the rollout goes on. Raises
-        `ToolUnavailable` if the tool is gone; the rollout then fails.
+        `ConnectionError` if the tool is gone; the rollout then fails.
         """
         ...
 

@@ -105,7 +105,7 @@ class ToolKit:
     async def call(self, call: Call) -> tuple[str, bool]:
         """Make the tool call `call` (name of the tool, arguments as JSON text). Returns (text of
         the result or of the error, as the model reads it and cut to
-        `environment.tools.result_characters`; whether the call failed). Raises `ToolUnavailable` if
+        `environment.tools.result_characters`; whether the call failed). Raises `ConnectionError` if
         the tool's server is gone.
         """
         settings = self._config.tools
@@ -142,7 +142,7 @@ class ToolSession:
         model to read next: their results in the chat template's markup. For a turn without calls,
         returns the final answer instead: `text`, the turn without special tokens, and the metrics
         `tool_calls` and `tool_errors`. `token_ids`: [T] int32 ids of the turn. Raises
-        `ToolUnavailable` if a tool's server is gone.
+        `ConnectionError` if a tool's server is gone.
         """
         kit, turn = self._kit, self._kit.said(token_ids)
         calls: list[Call] = []

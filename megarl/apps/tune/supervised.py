@@ -32,7 +32,7 @@ from megarl.trainer.context import DataRows, RunContext, RunInputs, open_context
 from megarl.trainer.finite import StepGuard
 from megarl.trainer.prefixes import balance_of
 from megarl.trainer.role import Role
-from megarl.trainer.step import StepMetrics, computed_tokens, optimizer_step, scale_metrics
+from megarl.trainer.step import MicroBatchLoss, StepMetrics, computed_tokens, train_mini_batches
 from megarl.types import MicroBatch, Samples, StepReport
 
 Batch = TypeVar("Batch")
@@ -148,21 +148,16 @@ def supervised_step(
     guard.begin(f"step {step + 1}")
     started_at = time.monotonic()
     work = begin()
-    stepped = optimizer_step(
-        role, work.micro_batches, lambda micro: work.loss(micro, guard), guard, work.metrics
-    )
-    guard.check_weights()
-    metrics = work.reduced() | computed_tokens(work.micro_batches, role)
+    packed = [work.micro_batches]
+
+    def loss_of(number: int, at_start: bool) -> MicroBatchLoss:
+        return lambda micro: work.loss(micro, guard)
+
+    _, rates = train_mini_batches(role, packed, loss_of, guard, work.metrics, num_mini_batches=1)
+    metrics = work.reduced() | computed_tokens(packed, role) | rates
     seconds = time.monotonic() - started_at
-    metrics |= {
-        "grad_norm": stepped[0] if stepped else 0.0,
-        "learning_rate": stepped[1] if stepped else role.engine.next_rate(),
-        "skipped_steps": float(stepped is None),
-        "tokens/trained_per_s": work.num_tokens / seconds,
-        "time/step_s": seconds,
-    }
-    metrics |= role.engine.module.routers.load.take_metrics()
-    return StepReport(step, metrics | scale_metrics(role))
+    metrics |= {"tokens/trained_per_s": work.num_tokens / seconds, "time/step_s": seconds}
+    return StepReport(step, metrics)
 
 
 def pack_share(samples: Samples, role: Role, *, together: int = 1) -> list[MicroBatch]:

@@ -113,10 +113,6 @@ CHARACTERS = {
 WRITTEN = str.maketrans(CHARACTERS)
 
 
-class NotRead(Exception):
-    """Raised if a text is not an expression of this grammar."""
-
-
 @dataclass(frozen=True, slots=True)
 class Node:
     """An expression. `type`: number, name, unit, negative, sum, product, quotient, power,
@@ -147,7 +143,7 @@ def parse_expression(text: str) -> Node | None:
         reader = _Reader(list(_tokens(text)))
         answer = reader.list(0)
         return answer if reader.type == "end" else None
-    except NotRead:
+    except SyntaxError:
         return None
 
 
@@ -201,9 +197,9 @@ FACTORS = frozenset([
 
 
 def _joined(type: str, items: Sequence[Node], text: str = "") -> Node:
-    """An expression of several items; a single one as it is. Raises `NotRead` for none."""
+    """An expression of several items; a single one as it is. Raises `SyntaxError` for none."""
     if not items:
-        raise NotRead
+        raise SyntaxError
     return items[0] if len(items) == 1 else Node(type, tuple(items), text)
 
 
@@ -228,7 +224,7 @@ class _Reader:
     def list(self, depth: int) -> Node:
         """One expression, or several with commas, `and` or `or` between."""
         if depth > MAX_DEPTH:
-            raise NotRead
+            raise SyntaxError
         items, words = [self._relation(depth)], set()
         while self.type == "separator":
             while self.type == "separator":  # as in ", and"
@@ -293,7 +289,7 @@ class _Reader:
                 if role == "over":
                     quotients += 1
                     if quotients > MAX_DEPTH:
-                        raise NotRead
+                        raise SyntaxError
                     before = _joined("product", factors)
                     factors = [Node("quotient", (before, factor), "/" if sign == "/" else ":")]
                     continue
@@ -301,7 +297,7 @@ class _Reader:
                 factor = factors.pop()
                 size = MULTIPLES[self.take()]
                 if factor.type != "number":
-                    raise NotRead
+                    raise SyntaxError
                 factor = Node("number", text=f"{factor.text}*{size}", value=factor.value * size)
             elif self.type in FACTORS or (self.type == "bar" and not bars):
                 factor = self._power(depth)
@@ -316,14 +312,14 @@ class _Reader:
                 break
             factors.append(factor)
         if len(factors) > 1 and factors[0].type == "unit":
-            raise NotRead
+            raise SyntaxError
         return _joined("product", factors)
 
     def _power(self, depth: int) -> Node:
         base, start = self._atom(depth), self.place
         while self.type in ("power", "raised", "factorial", "below", "prime"):
             if self.place - start > MAX_DEPTH:  # each is one level of the tree
-                raise NotRead
+                raise SyntaxError
             role, sign = self.type, self.take()
             if role == "factorial":
                 base = Node("factorial", (base,))
@@ -359,7 +355,7 @@ class _Reader:
 
     def _atom(self, depth: int) -> Node:
         if depth > MAX_DEPTH:
-            raise NotRead
+            raise SyntaxError
         type, text = self.type, self.take()
         if type in NUMBERS:
             return NUMBERS[type](text)
@@ -380,7 +376,7 @@ class _Reader:
         if type in ("bar", "floor") and depth < MAX_DEPTH:
             inside = self._sum(depth + 1, bars=type == "bar")
             if self.type != type:
-                raise NotRead
+                raise SyntaxError
             self.take()
             is_ceil = type == "floor" and "floor" not in text and text != "\u230a"
             return Node("ceil" if is_ceil else type, (inside,))
@@ -388,7 +384,7 @@ class _Reader:
             return self._call(text[1:], depth)
         if type in ("name", "unit"):
             return Node(type, text=text)
-        raise NotRead
+        raise SyntaxError
 
     def _call(self, name: str, depth: int) -> Node:
         base, exponent = None, None
@@ -426,13 +422,13 @@ class _Reader:
         is_single = inside.type != "list" and opening != "\\{" and closing == CLOSING[opening]
         if opening == "{" or is_single:
             if closing != CLOSING[opening]:
-                raise NotRead
+                raise SyntaxError
             return inside
         items = inside.items if inside.type == "list" else (inside,)
         if opening == "\\{" and closing == "\\}":
             return Node("set", items)
         if closing not in (")", "]") or opening == "\\{" or len(items) < 2:
-            raise NotRead
+            raise SyntaxError
         return Node("tuple", items, opening + closing)
 
 
@@ -457,7 +453,7 @@ def _mixed(text: str) -> Node:
     rest = text[whole.end() :] if whole else text
     over, _, under = unicodedata.normalize("NFKC", rest).replace("\u2044", "/").partition("/")
     if int(under or 1) == 0 or (whole and whole[1] and int(over) >= int(under or 1)):
-        raise NotRead
+        raise SyntaxError
     value = Fraction(whole[1] or 0 if whole else 0) + Fraction(int(over), int(under or 1))
     return Node("number", text=text, value=value)
 
@@ -475,10 +471,10 @@ def _matrix(text: str) -> Node:
     body = re.sub(r"^\\begin\s?\{\w+\}(?:\{[lcr|]*\})?|\\end\s?\{\w+\}$", "", text)
     rows = [row.split("&") for row in re.split(r"\\\\", body) if row.strip()]
     if "\\begin" in body or len({len(row) for row in rows}) != 1:
-        raise NotRead
+        raise SyntaxError
     cells = [parse_expression(cell.strip()) for row in rows for cell in row]
     if any(cell is None for cell in cells):
-        raise NotRead
+        raise SyntaxError
     return Node("matrix", tuple(cell for cell in cells if cell), str(len(rows)))
 
 

@@ -33,24 +33,20 @@ POINTS = ((0.3, 0.9), (1.2, 3.1), (-2.7, -0.4))
 """(lowest, highest) value of the variables at each point."""
 
 
-class TooLarge(Exception):
-    """A value takes too long to compute, such as 2^2^2^2^2^2, or is not defined."""
-
-
 def exact_value(node: Node) -> Fraction | None:
     """The value of an expression of rational numbers; None for others, and for a division by zero
     or a number that is too large.
     """
     try:
         return _exact(node)
-    except (TooLarge, ZeroDivisionError):
+    except ArithmeticError:
         return None
 
 
 def _exact(node: Node) -> Fraction:
     value = _combined(node, [_exact(item) for item in node.items])
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
-        raise TooLarge
+        raise OverflowError
     return value
 
 
@@ -82,21 +78,21 @@ def _combined(node: Node, values: Sequence[Fraction]) -> Fraction:
         case "power" if last.denominator == 1:
             bits = max(first.numerator.bit_length(), first.denominator.bit_length())
             if bits * abs(last) > MAX_BITS:
-                raise TooLarge
+                raise OverflowError
             return first**last.numerator
         case "factorial" if first.denominator == 1 and 0 <= first <= MAX_ARGUMENT:
             if first * first.numerator.bit_length() > MAX_BITS:
-                raise TooLarge
+                raise OverflowError
             return Fraction(math.factorial(first.numerator))
         case "binom" if first.denominator == last.denominator == 1 and 0 <= last <= first:
             if first > MAX_ARGUMENT:
-                raise TooLarge
+                raise OverflowError
             return Fraction(math.comb(first.numerator, last.numerator))
         case "floor" | "ceil":
             return Fraction(getattr(math, node.type)(first))
     value = _arithmetic(node, values)
     if value is None:
-        raise TooLarge
+        raise OverflowError
     return value
 
 
@@ -110,7 +106,7 @@ def at_points(node: Node) -> tuple[tuple[Any, Any], ...] | None:
             (_value(node, point, PRECISIONS[0]), _value(node, point, PRECISIONS[1]))
             for point in range(len(POINTS) if variables(node) else 1)
         )
-    except (TooLarge, ZeroDivisionError, ValueError, OverflowError, NotImplementedError):
+    except (ArithmeticError, ValueError, NotImplementedError):
         return None
 
 
@@ -132,7 +128,7 @@ def _value(node: Node, point: int, bits: int) -> Any:
             number = _value_at(context, node, [value(item) for item in node.items], point)
         size = context.mag(number)
         if not context.isfinite(number) or size > MAX_BITS:
-            raise TooLarge
+            raise OverflowError
         return number
 
     return value(node)
@@ -140,7 +136,7 @@ def _value(node: Node, point: int, bits: int) -> Any:
 
 def _value_at(mp: Any, node: Node, values: Sequence[Any], point: int) -> Any:
     """`node`'s value by mpmath context `mp`, from its items' `values`. Variables are random, seeded
-    by name and `point` (index in `POINTS`). Raises `TooLarge`.
+    by name and `point` (index in `POINTS`). Raises `OverflowError`.
     """
     first, last = (values[0], values[-1]) if values else (mp.zero, mp.zero)
     match node.type:
@@ -156,10 +152,10 @@ def _value_at(mp: Any, node: Node, values: Sequence[Any], point: int) -> Any:
         case "power":
             if first == 0:
                 if mp.re(last) < 0:
-                    raise TooLarge
+                    raise OverflowError
                 return mp.one if last == 0 else first
             if abs(last * mp.log(first)) > MAX_BITS:
-                raise TooLarge
+                raise OverflowError
             return first**last
         case "root":
             return last ** (1 / first)
@@ -173,7 +169,7 @@ def _value_at(mp: Any, node: Node, values: Sequence[Any], point: int) -> Any:
             return _called(mp, node.text, values)
     value = _arithmetic(node, values)
     if value is None:  # or not defined, as \infty
-        raise TooLarge
+        raise OverflowError
     return value
 
 
@@ -183,7 +179,7 @@ def _called(mp: Any, name: str, values: Sequence[Any]) -> Any:
         return mp.log(values[0]) / mp.log(base)
     name = name.replace("arc", "a")
     if len(values) != 1 or name in ("max", "min", "gcd", "lcm"):
-        raise TooLarge
+        raise OverflowError
     return getattr(mp, name)(values[0])
 
 

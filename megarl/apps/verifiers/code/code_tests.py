@@ -20,7 +20,7 @@ from decimal import Decimal
 from typing import Any, Literal, NamedTuple
 
 from megarl.apps.verifiers.code.program_server import encode
-from megarl.apps.verifiers.code.tested_names import UnclearNames, names_of_tests
+from megarl.apps.verifiers.code.tested_names import names_of_tests
 
 COLUMNS = (
     *("input_output", "test_list", "test", "public_test_cases", "private_test_cases"),
@@ -37,10 +37,6 @@ SPACES = " \t\r\f\v"
 """What stands between words and at the ends of lines: ASCII only."""
 SPACE = re.compile(f"([{SPACES}]+)")
 PYTHON = ("python", "python3", "py")
-
-
-class BadTests(ValueError):
-    """Raised if a row's tests cannot be read; the message says what was found and what to set."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +86,12 @@ def read_tests(row: Mapping[str, Any], column: str = "", most: int = 10**6) -> T
     the column that holds the tests; "" for the first that the row has of `input_output`,
     `test_list`, `test`, `public_test_cases` with `private_test_cases`, `tests` and `test_cases`.
     Returns the inputs or statements with the expected results, and which of the three forms they
-    have. Raises `BadTests` if there are none or their form is unknown.
+    have. Raises `ValueError` if there are none or their form is unknown.
     """
     names = (column,) if column else COLUMNS
     present = [name for name in names if row.get(name) not in (None, "", [], {})]
     if not present:
-        raise BadTests(
+        raise ValueError(
             f"the row has no tests in {'column ' if column else ''}{', '.join(names)}; set"
             " environment.code.tests_column to the column that holds them"
         )
@@ -105,7 +101,7 @@ def read_tests(row: Mapping[str, Any], column: str = "", most: int = 10**6) -> T
         value = [test for key in ADDED if key in present for test in _parsed(row[key], key)]
     tests = _read(value, row, name)
     if not tests.tests:
-        raise BadTests(f"column {name} holds no test; remove the row, or set another column")
+        raise ValueError(f"column {name} holds no test; remove the row, or set another column")
     return replace(tests, tests=tests.tests[:most], expected=tests.expected[:most])
 
 
@@ -116,16 +112,16 @@ def _parsed(value: Any, column: str) -> Any:
     try:
         return json.loads(value)
     except ValueError as error:
-        raise BadTests(f"column {column} is no JSON ({error}); mend it") from None
+        raise ValueError(f"column {column} is no JSON ({error}); mend it") from None
 
 
 def _read(value: Any, row: Mapping[str, Any], column: str) -> Tests:
     if isinstance(value, Mapping) and "inputs" in value and "outputs" in value:
         inputs, outputs = value["inputs"], value["outputs"]
         if not (isinstance(inputs, list) and isinstance(outputs, list)):
-            raise BadTests(f"column {column}: inputs and outputs must be lists")
+            raise ValueError(f"column {column}: inputs and outputs must be lists")
         if len(inputs) != len(outputs):
-            raise BadTests(
+            raise ValueError(
                 f"column {column} has {len(inputs)} inputs and {len(outputs)} outputs; mend it"
             )
         name = value.get("fn_name")
@@ -141,7 +137,7 @@ def _read(value: Any, row: Mapping[str, Any], column: str) -> Tests:
     texts = [value] if isinstance(value, str) and "assert" in value else value
     if isinstance(texts, list) and all(isinstance(text, str) for text in texts):
         return _asserts(texts, _setup(row), row, column)
-    raise BadTests(
+    raise ValueError(
         f"column {column} is no known form of tests: {str(value)[:80]!r}; docs/reference_rewards.md"
         " lists the forms"
     )
@@ -150,7 +146,7 @@ def _read(value: Any, row: Mapping[str, Any], column: str) -> Tests:
 def _read_cases(value: list[Any], row: Mapping[str, Any], column: str) -> Tests:
     """Tests in the form of LiveCodeBench."""
     if not all("input" in case and "output" in case for case in value):
-        raise BadTests(f"column {column}: every test needs 'input' and 'output'")
+        raise ValueError(f"column {column}: every test needs 'input' and 'output'")
     if not any(case.get("testtype") == "functional" for case in value):
         inputs = [_lines(case["input"]) for case in value]
         return Tests("stdin", inputs, [_lines(case["output"]) for case in value])
@@ -158,7 +154,7 @@ def _read_cases(value: list[Any], row: Mapping[str, Any], column: str) -> Tests:
     name = metadata.get("func_name") if isinstance(metadata, Mapping) else None
     name = name or row.get("fn_name") or row.get("func_name")
     if not name:
-        raise BadTests(
+        raise ValueError(
             f"column {column} has functional tests, but column metadata has no func_name; add it"
         )
     try:
@@ -168,14 +164,14 @@ def _read_cases(value: list[Any], row: Mapping[str, Any], column: str) -> Tests:
         ]
         return Tests("calls", calls, [json.loads(case["output"]) for case in value])
     except (ValueError, AttributeError) as error:
-        raise BadTests(f"column {column}: a functional test is no JSON ({error})") from None
+        raise ValueError(f"column {column}: a functional test is no JSON ({error})") from None
 
 
 def _read_check(value: str, row: Mapping[str, Any], column: str) -> Tests:
     """Tests in the form of HumanEval."""
     name, prompt = row.get("entry_point"), row.get("prompt")
     if not isinstance(name, str) or not name.isidentifier():
-        raise BadTests(
+        raise ValueError(
             f"column {column} defines check(candidate), but column entry_point names no function"
         )
     starts, beside = _source(prompt, name) if isinstance(prompt, str) else ("", "")
@@ -188,8 +184,8 @@ def _asserts(
 ) -> Tests:
     try:
         names = names_of_tests(texts, setup, row, own)
-    except UnclearNames as error:
-        raise BadTests(f"column {column}: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"column {column}: {error}") from None
     more = {"setup": setup, "names": names.program, "modules": names.modules}
     return Tests("asserts", texts, more=more)
 
@@ -244,10 +240,10 @@ def _decoded(value: Any) -> Any:
 
 def _call(name: Any, arguments: Any, column: str) -> dict[str, Any]:
     def refuse(value: Any) -> int:
-        raise BadTests(f"column {column}: an argument is no JSON value ({value!r})")
+        raise ValueError(f"column {column}: an argument is no JSON value ({value!r})")
 
     if not isinstance(arguments, list):
-        raise BadTests(f"column {column}: the input of a function must be a list of arguments")
+        raise ValueError(f"column {column}: the input of a function must be a list of arguments")
     return {"call": str(name), "args": encode(arguments, refuse), "named": {}}
 
 

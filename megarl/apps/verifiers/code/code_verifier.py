@@ -51,7 +51,7 @@ def code(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[Score]]
     async def verify(prompt: Prompt, response: str) -> Score:
         try:
             tests = code_tests.read_tests(prompt.fields, settings.tests_column, settings.max_tests)
-        except code_tests.BadTests as error:
+        except ValueError as error:
             raise BadScore("error", str(error)) from None
         program = code_tests.extract(response, fence_required=settings.fence_required)
         if not program:
@@ -143,7 +143,7 @@ def check_rows(config: EnvironmentConfig, prompts: Iterable[Prompt], setting: st
             continue
         try:
             code_tests.read_tests(prompt.fields, programs[name].tests_column)
-        except code_tests.BadTests as error:
+        except ValueError as error:
             where = f"environment.mixture.{name}.code." if name else "environment.code."
             message = str(error).replace("environment.code.", where)
             raise ValueError(f"{setting}, verifier 'code', row {prompt.index}: {message}") from None

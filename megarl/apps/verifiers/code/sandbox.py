@@ -49,10 +49,6 @@ SYSTEM = (
 """Absolute paths of the system that every program may read."""
 
 
-class SandboxError(RuntimeError):
-    """Raised if tests could not be run, through no fault of the program that is tested."""
-
-
 class Sandbox:
     """Runs programs that a model wrote on their tests (`run`), in child processes of one server
     process, with the isolation and the limits of a `CodeConfig`. Used by one thread; call `close`
@@ -91,7 +87,7 @@ class Sandbox:
         }
         try:
             reply = self._ask(setup, START_WITHIN_S)
-        except SandboxError as error:
+        except RuntimeError as error:
             reply = {"refused": str(error)}
         if reply["refused"]:
             self.close()
@@ -117,7 +113,7 @@ class Sandbox:
         Returns for each test that was run, in order, a dict. Its "status" is "ok", "failed", or the
         limit that was exceeded: "time", "output" or "memory". After "ok" its "output" is the
         standard output, or the function's reply as JSON text, {"value"} or {"raised", "text"};
-        asserts have none. Raises `SandboxError`, after which the next call starts a new server
+        asserts have none. Raises `RuntimeError`, after which the next call starts a new server
         process.
         """
         if self._process is None:
@@ -126,7 +122,7 @@ class Sandbox:
         # The server keeps the limit itself; one that is 6 s late is killed.
         reply = self._ask({**job, **more}, total_s + 6.0)
         if "results" not in reply:
-            raise SandboxError(f"the sandbox failed: {reply.get('failed', 'no answer')}")
+            raise RuntimeError(f"the sandbox failed: {reply.get('failed', 'no answer')}")
         return reply["results"]
 
     def _ask(self, message: dict[str, Any], within_s: float) -> dict[str, Any]:
@@ -141,7 +137,7 @@ class Sandbox:
         finally:
             deadline.cancel()
         self.close()
-        raise SandboxError(
+        raise RuntimeError(
             "the sandbox's server process does not answer: it has ended, or took more than"
             f" {within_s:g} s"
         )

@@ -33,18 +33,12 @@ class NamesOfTests:
     """Of Python's library, of which only attributes are used, as `math` in `math.pi`."""
 
 
-class UnclearNames(ValueError):
-    """Raised for tests in which a program could answer for a helper; the message says what to
-    set.
-    """
-
-
 def names_of_tests(
     tests: Sequence[str], setup: str, row: Mapping[str, Any], own: Sequence[str] = ()
 ) -> NamesOfTests:
     """The names that `tests` and `setup`, texts of Python statements, use and do not define. `own`:
     functions of the program besides those that the columns `DECLARED` and `REFERENCE` of `row`
-    name; without any, the only name that nothing defines is the program's. Raises `UnclearNames` if
+    name; without any, the only name that nothing defines is the program's. Raises `ValueError` if
     it is not clear which names are the program's.
     """
     texts = [text for text in map(_parsable, (setup, *tests)) if text]
@@ -67,7 +61,7 @@ def names_of_tests(
     objects = set() if known else _arguments(nodes, unknown)
     unclear = unknown - known if known else unknown - objects
     if unclear and (known or len(unclear) > 1):
-        raise UnclearNames(_what(sorted(unclear), sorted(known)))
+        raise ValueError(_what(sorted(unclear), sorted(known)))
     program = known & unknown or unknown or known & set(dir(builtins))
     return NamesOfTests([*own, *sorted(program - set(own))], sorted(of_library))
 
