@@ -36,7 +36,6 @@ from megarl.engines.plan import check_engine_tensor
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import Axis
 from megarl.parallel.reshard.boxes import ZEROS, Owned
-from megarl.parallel.reshard.buckets import make_buckets
 from megarl.parallel.reshard.owned import training_owned
 from megarl.parallel.reshard.plan import Plan, make_plan
 from megarl.trainer.experts import expert_shards, refuse_expert_layout
@@ -157,7 +156,6 @@ def plan_of(args: argparse.Namespace) -> dict[str, Any]:
         **traffic(plan, itemsize, args.link_gb_s * 1e9),
         "coverage": coverage(plan),
         "naive_bytes": naive(sources, len(destinations), whole) * itemsize,
-        "buckets": buckets_of(destinations, itemsize, int(args.bucket_mib * 2**20)),
     }
 
 
@@ -178,17 +176,12 @@ def traffic(plan: Plan, itemsize: int, bytes_per_s: float) -> dict[str, Any]:
     for (source, destination), count in links.items():
         sent[source] += count
         received[destination] += count
-    busiest = max(links, key=links.__getitem__, default=None)
-    largest = {}
-    if busiest:
-        largest = {"source": busiest[0], "destination": busiest[1], "bytes": links[busiest]}
     return {
         "copies": len(plan.copies),
         "local_copies": sum(plan.is_local(copy) for copy in plan.copies),
         "moved_bytes": links.total(),
         "minimum_bytes": plan.minimum(itemsize),
         "links": len(links),
-        "largest_link": largest or None,
         "most_sent_bytes": max(sent.values(), default=0),
         "most_received_bytes": max(received.values(), default=0),
         "predicted_s": plan.seconds(itemsize, bytes_per_s=bytes_per_s),
@@ -214,20 +207,9 @@ def naive(sources: list[Owned], destinations: int, whole: int) -> int:
     return whole - sum(piece.box.area for piece in sources[0].pieces) + whole * destinations
 
 
-def buckets_of(destinations: list[Owned], itemsize: int, limit_bytes: int) -> dict[str, int]:
-    """Of the destination rank with most."""
-    shares = {(tuple(one.sizes.items()), tuple(one.pieces)): one for one in destinations}
-    made = [make_buckets(owned, itemsize, limit_bytes) for owned in shares.values()]
-    most = max(made, key=len)
-    return {
-        "rank_buckets": len(most),
-        "largest_bytes": max(bucket.num_bytes for buckets in made for bucket in buckets),
-    }
-
-
 def show_plan(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """A dry run as rows of a table."""
-    model, cover, link = found["model"], found["coverage"], found["largest_link"]
+    model, cover = found["model"], found["coverage"]
     sizes = f"{model['parameters']:,} parameters in {model['tensors']:,} tensors"
     yield "model", f"{model['type']}, {sizes}, {found['dtype']}"
     for name in ("source", "target"):
@@ -243,13 +225,9 @@ def show_plan(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "naive", f"{naive}: gathered on one rank, sent whole to every target rank"
     most = gb(found["most_sent_bytes"]), gb(found["most_received_bytes"])
     yield "a rank", "sends {} at most, receives {}".format(*most)
-    if link is not None:
-        ends = f"source rank {link['source']} to target rank {link['destination']}"
-        yield "links", f"{found['links']:,}, the largest {gb(link['bytes'])}, {ends}"
+    yield "links", f"{found['links']:,}"
     speed = f"{found['link_gb_s']:g} GB/s a rank, each way"
     yield "predicted", f"{found['predicted_s']:.3f} s at {speed}"
-    largest = f"{found['buckets']['largest_bytes'] / 2**20:,.1f} MiB"
-    yield "buckets", f"{found['buckets']['rank_buckets']} a rank, the largest {largest}"
 
 
 OPTIONS = {
@@ -260,7 +238,6 @@ OPTIONS = {
     "--colocated": (False, "trainer rank n and engine rank n share a memory"),
     "--dtype": ("bfloat16", "of the weights", ("bfloat16", "float16", "float32")),
     "--link-gb-s": (45.0, "GB (1e9 bytes) a second of a rank, each way"),
-    "--bucket-mib": (8.0, "size of what is sent together"),
     "--json": (False, "print one JSON object"),
 }
 
