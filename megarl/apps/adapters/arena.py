@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from megarl.apps.adapters.episodes import Episode, Reply
+from megarl.apps.adapters.episodes import Episode, Reply, rows_of
 from megarl.apps.adapters.packages import package
 
 TURN = threading.Lock()
@@ -71,4 +71,14 @@ class ArenaEpisode(Episode):
         return "\n".join(text for _, text, kind in messages if kind is not action)
 
 
-arena_rows, arena_sessions = ArenaEpisode.rows, ArenaEpisode.sessions
+def arena_rows(name: str, arguments: dict[str, Any], limit: int | None) -> list[dict[str, Any]]:
+    """A row for each episode of game `name` of textarena. `arguments`: `size`, `seed` and the
+    game's own settings. Raises `ValueError` if the package is missing or the game unknown.
+    """
+    return rows_of(ArenaEpisode, name, arguments, limit)
+
+
+def arena_sessions() -> type[Episode]:
+    """The class of the session `textarena`. Raises `ValueError` if the package is missing."""
+    package("textarena")
+    return ArenaEpisode

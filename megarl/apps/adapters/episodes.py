@@ -1,7 +1,7 @@
 """What the adapters of environments of several turns have in common: an episode is an environment's
 name, its settings and a seed. Its first observation is the prompt; a session plays it on.
 
-    NAME, {size, seed, settings} --Episode.rows--> rows --Episode.start, step--> replies
+    NAME, {size, seed, settings} --rows_of--> rows --Episode.start, step--> replies
 """
 
 from __future__ import annotations
@@ -109,23 +109,19 @@ class Episode(ABC):
     def close(self) -> None:  # noqa: B027 - most hold nothing
         """Free what the environment holds."""
 
-    @classmethod
-    def rows(cls, name: str, arguments: dict[str, Any], limit: int | None) -> list[dict[str, Any]]:
-        """A row for each episode of environment `name`: `arguments` are size, seed and settings.
-        Raises `ValueError` if the package is missing, or it cannot be made or begun.
-        """
-        package(cls.kind)
-        numbers, settings = seeds(arguments, limit)
-        with opening(f"{cls.kind}:{name} cannot be begun with {settings}", fix=cls.fix):
-            episode = cls()
-            episode.open(name, settings)
-            try:
-                return [row(name, settings, seed, episode.reset(seed)) for seed in numbers]
-            finally:
-                episode.close()
 
-    @classmethod
-    def sessions(cls) -> type[Episode]:
-        """This class. Raises `ValueError` if the package is missing."""
-        package(cls.kind)
-        return cls
+def rows_of(
+    kind: type[Episode], name: str, arguments: dict[str, Any], limit: int | None
+) -> list[dict[str, Any]]:
+    """A row for each episode of environment `name`: `arguments` are size, seed and settings. Raises
+    `ValueError` if the package is missing, or it cannot be made or begun.
+    """
+    package(kind.kind)
+    numbers, settings = seeds(arguments, limit)
+    with opening(f"{kind.kind}:{name} cannot be begun with {settings}", fix=kind.fix):
+        episode = kind()
+        episode.open(name, settings)
+        try:
+            return [row(name, settings, seed, episode.reset(seed)) for seed in numbers]
+        finally:
+            episode.close()

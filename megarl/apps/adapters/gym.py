@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from megarl.apps.adapters.episodes import Episode, Reply
+from megarl.apps.adapters.episodes import Episode, Reply, rows_of
 from megarl.apps.adapters.packages import package
 from megarl.settings.schema import require
 
@@ -84,4 +84,15 @@ class GymEpisode(Episode):
             self._env.close()
 
 
-gym_rows, gym_sessions = GymEpisode.rows, GymEpisode.sessions
+def gym_rows(name: str, arguments: dict[str, Any], limit: int | None) -> list[dict[str, Any]]:
+    """A row for each episode of environment `name` of gymnasium. `arguments`: `size`, `seed`,
+    `actions` (words for discrete actions) and what `gymnasium.make` takes. Raises `ValueError` if
+    the package is missing, or the environment unknown or not one of texts.
+    """
+    return rows_of(GymEpisode, name, arguments, limit)
+
+
+def gym_sessions() -> type[Episode]:
+    """The class of the session `gymnasium`. Raises `ValueError` if the package is missing."""
+    package("gymnasium")
+    return GymEpisode
