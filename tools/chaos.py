@@ -2,7 +2,6 @@
 
     python tools/chaos.py RECIPE.yaml [--faults 20] [--seed 1] [--kinds engine,core,...]
         [--ranks 1,2] [--pause 5] [--hang 240] [--disk MIB] [--only SIGKILL] [--then 30]
-        [--reference]
 
 Runs `megarl run RECIPE.yaml --resume auto` and, again and again, does it a harm: kills (SIGKILL)
 or stops (SIGSTOP) one of its processes, tears or alters its files between two starts, fills its
@@ -14,16 +13,14 @@ fault and finishes so many steps later.
 
 `--ranks` counts the training ranks of each start in turn: `1,2` starts with one and resumes with
 two. `--disk` mounts a file system of so many MiB on the run folder, which needs root; without it
-the disk is never full. `--reference` runs the recipe once more without faults and compares weights,
-metrics (but times) and ledger (but void groups), which are to be equal bit by bit if the recipe is
-synchronous (`rollout.max_staleness: 0`).
+the disk is never full.
 
 Prints what became of the run after each fault: `goes on` (the same run, lost processes replaced),
 `resumes` (the run ended and was started again) or `HANGS` (no step for `--hang` seconds); the phase
 that it was in; and the line by which the run told of the fault, with the seconds until then. Then
 the verdict of `megarl ledger`, and what was left behind: processes, and files in /tmp, TMPDIR and
-/dev/shm, of which other programs must make none meanwhile. Exit code 1 if a run hangs,
-the ledger is not exact, something differs, a process is left, or a fault is not told.
+/dev/shm, of which other programs must make none meanwhile. Exit code 1 if a run hangs, the ledger
+is not exact, a process is left, or a fault is not told.
 """
 
 from __future__ import annotations
@@ -46,7 +43,6 @@ from typing import Any
 
 import yaml
 from chaos_faults import KINDS, Fault, every, wait, write_verifier
-from chaos_reference import differences
 from chaos_run import PHASES, ROOT, Run, megarl, outside
 from common import command_line
 
@@ -63,7 +59,6 @@ OPTIONS = {
     "--hang": (240.0, "a run or a start without a step hangs [s]"),
     "--disk": (0, "MiB of a disk for the run folder"),
     "--then": (0, "steps to finish in after all faults"),
-    "--reference": (False, "compare with a run without faults"),
 }
 PHASE_S = 8.0
 """Seconds to wait for the phase in which a fault is to fall."""
@@ -269,16 +264,9 @@ def main() -> int:
         if run.process is not None:
             torment.left += [*run.end(), *run.lingered(), *sorted(outside() - before)]
     audit = subprocess.run(megarl("ledger", folder), cwd=ROOT, capture_output=True, text=True)
-    untold, differing = table(torment.struck, run), list[str]()
+    untold = table(torment.struck, run)
     print(audit.stdout.strip() or audit.stderr.strip())
     print(*(f"not told: {one}" for one in untold), problem, sep="\n")
-    if args.reference and not problem:
-        whole = Path(f"{folder}_reference")
-        shutil.rmtree(whole, ignore_errors=True)
-        plain = command(args.recipe, args.ranks[0], "--folder", str(whole))
-        subprocess.run(plain, cwd=ROOT, check=True, capture_output=True)
-        differing = differences(folder, whole)
-        print(*differing or ["weights, metrics and ledger equal those of a run without faults"])
     if args.disk:
         kept = Path(f"{folder}_kept")
         shutil.rmtree(kept, ignore_errors=True)
@@ -294,11 +282,10 @@ def main() -> int:
         "ledger is exact": audit.returncode == 0,
         "left behind": torment.left,
         "not told": len(untold),
-        "equal to the reference": not differing if args.reference else None,
         "seconds": round(time.monotonic() - began),
     }
     print(json.dumps(result))
-    return int(any((hangs, audit.returncode, differing, torment.left, untold, problem)))
+    return int(any((hangs, audit.returncode, torment.left, untold, problem)))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,12 @@
-"""A model's parameters under layouts, and the dry run of a move between two of them: what every
-rank owns, what is copied, and how long it would take. Used by reshard.py.
+"""Dry run of a publication from a training layout to engines, from a config.json: no weights, no
+network.
+
+    python tools/reshard_plan.py CONFIG.json --source "data 8 tensor 8 zero 3" --engines 8
+
+Prints what every rank holds on either side, the copies between them, each element counted, and the
+time that a link of `--link-gb-s` would take where every rank sends and receives at once. `naive` is
+what a plan is for: all weights gathered on one trainer rank, and sent whole to every engine rank.
+Of a training layout (data, sequence, tensor, expert, zero) what is not named is 1, zero 0.
 """
 
 from __future__ import annotations
@@ -7,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -19,25 +27,22 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from reshard_files import rank_files
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
+
+from common import command_line
 
 from megarl.engines.plan import check_engine_tensor
 from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import Axis
 from megarl.parallel.reshard.boxes import ZEROS, Owned
-from megarl.parallel.reshard.buckets import make_buckets
 from megarl.parallel.reshard.owned import training_owned
 from megarl.parallel.reshard.plan import Plan, make_plan
 from megarl.trainer.experts import expert_shards, refuse_expert_layout
-from megarl.trainer.heads import use_score_head
 from megarl.trainer.sharding import refuse_tensor, shard_model
 from megarl.weights.parameters import engine_owned
 from megarl.weights.published import fused_tensors, whole_published
 from megarl.weights.recorded_table import recorded_table
-
-HEAD = "lm_head.weight"
-RECOMPUTED = ".rotary_emb.inv_freq"
-"""A buffer that old Llama checkpoints carry, and every model makes anew from its config."""
 
 
 def gb(count: int) -> str:
@@ -74,10 +79,7 @@ class Model:
     def empty(self) -> transformers.PreTrainedModel:
         """The model without memory for weights."""
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(self.settings)
-            if "ForSequenceClassification" in str(self.config.get("architectures")):
-                use_score_head(model)
-        return model
+            return transformers.AutoModelForCausalLM.from_config(self.settings)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -111,17 +113,14 @@ class Model:
 
 
 def load_model(path: Path) -> Model:
-    """From a config.json, or the folder it is in."""
+    """From a config.json, or the folder it is in. Raises `ValueError` for another file."""
     path = path / "config.json" if path.is_dir() else path
     try:
-        return as_model(json.loads(path.read_text()), path)
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"{path} cannot be read ({error}); name a model's config.json or its folder"
         ) from None
-
-
-def as_model(config: Any, path: Path) -> Model:
     if not isinstance(config, dict) or "model_type" not in config:
         raise ValueError(
             f"{path} does not say model_type, so it is no model's config.json; name one that is"
@@ -140,11 +139,8 @@ def plan_of(args: argparse.Namespace) -> dict[str, Any]:
     """The dry run."""
     model, itemsize = load_model(args.model), getattr(torch, args.dtype).itemsize
     sources = model.owned(args.source)
-    if args.target is not None:
-        destinations, target = model.owned(args.target), "{}, ZeRO {}".format(*args.target)
-    else:
-        destinations = model.engine(args.engine_tensor) * args.engines
-        target = f"{args.engines} engines x tensor {args.engine_tensor}"
+    destinations = model.engine(args.engine_tensor) * args.engines
+    target = f"{args.engines} engines x tensor {args.engine_tensor}"
     count = min(len(sources), len(destinations)) if args.colocated else 0
     started, whole = time.perf_counter(), model.parameters
     plan = make_plan(sources, destinations, {rank: rank for rank in range(count)})
@@ -160,7 +156,6 @@ def plan_of(args: argparse.Namespace) -> dict[str, Any]:
         **traffic(plan, itemsize, args.link_gb_s * 1e9),
         "coverage": coverage(plan),
         "naive_bytes": naive(sources, len(destinations), whole) * itemsize,
-        "buckets": buckets_of(destinations, itemsize, int(args.bucket_mib * 2**20)),
     }
 
 
@@ -181,17 +176,12 @@ def traffic(plan: Plan, itemsize: int, bytes_per_s: float) -> dict[str, Any]:
     for (source, destination), count in links.items():
         sent[source] += count
         received[destination] += count
-    busiest = max(links, key=links.__getitem__, default=None)
-    largest = {}
-    if busiest:
-        largest = {"source": busiest[0], "destination": busiest[1], "bytes": links[busiest]}
     return {
         "copies": len(plan.copies),
         "local_copies": sum(plan.is_local(copy) for copy in plan.copies),
         "moved_bytes": links.total(),
         "minimum_bytes": plan.minimum(itemsize),
         "links": len(links),
-        "largest_link": largest or None,
         "most_sent_bytes": max(sent.values(), default=0),
         "most_received_bytes": max(received.values(), default=0),
         "predicted_s": plan.seconds(itemsize, bytes_per_s=bytes_per_s),
@@ -217,19 +207,9 @@ def naive(sources: list[Owned], destinations: int, whole: int) -> int:
     return whole - sum(piece.box.area for piece in sources[0].pieces) + whole * destinations
 
 
-def buckets_of(destinations: list[Owned], itemsize: int, limit_bytes: int) -> dict[str, int]:
-    """Of the destination rank with most."""
-    made = [make_buckets(owned, itemsize, limit_bytes) for owned in rank_files(destinations)[0]]
-    most = max(made, key=len)
-    return {
-        "rank_buckets": len(most),
-        "largest_bytes": max(bucket.num_bytes for buckets in made for bucket in buckets),
-    }
-
-
 def show_plan(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """A dry run as rows of a table."""
-    model, cover, link = found["model"], found["coverage"], found["largest_link"]
+    model, cover = found["model"], found["coverage"]
     sizes = f"{model['parameters']:,} parameters in {model['tensors']:,} tensors"
     yield "model", f"{model['type']}, {sizes}, {found['dtype']}"
     for name in ("source", "target"):
@@ -245,10 +225,35 @@ def show_plan(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "naive", f"{naive}: gathered on one rank, sent whole to every target rank"
     most = gb(found["most_sent_bytes"]), gb(found["most_received_bytes"])
     yield "a rank", "sends {} at most, receives {}".format(*most)
-    if link is not None:
-        ends = f"source rank {link['source']} to target rank {link['destination']}"
-        yield "links", f"{found['links']:,}, the largest {gb(link['bytes'])}, {ends}"
+    yield "links", f"{found['links']:,}"
     speed = f"{found['link_gb_s']:g} GB/s a rank, each way"
     yield "predicted", f"{found['predicted_s']:.3f} s at {speed}"
-    largest = f"{found['buckets']['largest_bytes'] / 2**20:,.1f} MiB"
-    yield "buckets", f"{found['buckets']['rank_buckets']} a rank, the largest {largest}"
+
+
+OPTIONS = {
+    "model": (Path, "a config.json, or its folder"),
+    "--source": ("data 1", 'training layout, such as "data 8 tensor 8 zero 3"', parse_degrees),
+    "--engines": (1, "number of engines"),
+    "--engine-tensor": (1, "tensor ranks of each engine"),
+    "--colocated": (False, "trainer rank n and engine rank n share a memory"),
+    "--dtype": ("bfloat16", "of the weights", ("bfloat16", "float16", "float32")),
+    "--link-gb-s": (45.0, "GB (1e9 bytes) a second of a rank, each way"),
+    "--json": (False, "print one JSON object"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    args = command_line(__doc__, OPTIONS).parse_args(argv)
+    try:
+        found = plan_of(args)
+    except ValueError as error:
+        print(f"reshard_plan: {error}", file=sys.stderr)
+        return 1
+    lines = (f"{name:10} {text}" for name, text in show_plan(found))
+    print(json.dumps(found) if args.json else "\n".join(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,7 +1,7 @@
 """`megarl eval`: held-out problems, answered by models as they are.
 
-Greedy responses, with `evaluation.samples` or `sampled_too` also sampled ones, go to
-FOLDER/eval/NUMBER/generations.jsonl, results to results.json beside it.
+Responses at `evaluation.temperature`, with `evaluation.samples` or `sampled_too` also those at
+`rollout.temperature`, go to FOLDER/eval/NUMBER/generations.jsonl, results to results.json there.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def evaluate_case(case: EvalCase, generations: IO[str]) -> Iterator[dict[str, An
             client = RolloutClient(0, silence_s=silence_s(config))
             labels = {"model": config.model.path, "data": source}
             first = list(generate(client, prompts, evaluation.temperature, ["eval"]))
-            add_rows(generations, labels, "greedy", first)
+            add_rows(generations, labels, decoding(evaluation.temperature), first)
             result: dict[str, Any] = labels | summarise_records(first)
             if evaluation.samples > 1 or evaluation.sampled_too:
                 names = ["eval_sampled", *(f"eval_sampled/{k}" for k in range(1, num_samples))]
@@ -120,10 +120,14 @@ def answering(config: RunConfig, inputs: RunInputs, prompt: Prompt) -> Iterator[
         yield
 
 
+def decoding(temperature: float) -> str:
+    """How responses of a temperature are chosen, in words."""
+    return "greedy" if temperature == 0 else f"sampled at {temperature:g}"
+
+
 def shown(result: Mapping[str, Any], temperature: float) -> str:
     """The accuracies of one data set as a line of text."""
-    first = "greedy" if temperature == 0 else f"sampled at {temperature:g}"
-    parts = {first: result}
+    parts = {decoding(temperature): result}
     if sampled := result.get("sampled"):
         parts[f"{sampled['samples']} sampled at {sampled['temperature']:g}"] = sampled
 

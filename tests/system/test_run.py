@@ -130,6 +130,7 @@ def test_evaluating_the_checkpoint_repeats_the_runs_own_evaluation(done: Done, p
     assert sampled["pass@2"] >= sampled["pass@1"] == sampled["avg@2"] == sampled["accuracy"]
     rows = records(folder / "generations.jsonl")
     assert len(rows) == 3 * 22 and {row["model"] for row in rows} == {str(model)}
+    assert [row["kind"] for row in rows[:60]] == ["greedy"] * 20 + ["sampled"] * 40
     assert sum(row["correct"] for row in rows[20:60]) == 40 * sampled["avg@2"]
     assert len({row["response"] for row in rows[20:60]}) > 20  # samples have seeds of their own
 

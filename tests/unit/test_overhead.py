@@ -4,8 +4,6 @@ benchmark itself runs in tests/system/test_tools.py.
 
 from __future__ import annotations
 
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -28,50 +26,21 @@ PARTS = {"generation": [2.0, 4.0], "training": [1.0, 3.0]}
 def test_a_step_is_compared_with_the_sum_of_its_parts_or_with_the_longer_one() -> None:
     from overhead import compared
 
-    found = compared([5.0, 6.0], PARTS, {}, 0)
+    found = compared([5.0, 6.0], PARTS, 0)
     assert (found["bound_s"], found["overhead_s"], found["ratio"]) == (5.0, 0.5, 1.1)
-    beside = {"generation": [3.0], "training": [3.0, 4.0, 5.0]}
-    found = compared([3.0, 4.0], PARTS, beside, 1)
+    found = compared([3.0, 4.0], PARTS, 1)
     assert (found["bound_s"], found["ratio"]) == (3.0, 3.5 / 3)
-    assert (found["side_by_side_s"], found["ratio_to_side_by_side"]) == (4.0, 3.5 / 4)
 
 
 def test_causes_add_up_to_the_overhead() -> None:
     from overhead import causes, compared
 
-    row = compared([6.0], PARTS, {}, 0)
+    row = compared([6.0], PARTS, 0)
     times = {"wait": 3.2, "train": 2.1, "publish": 0.3, "rollout": 3.1, "step": 5.75}
     found = causes(row, {f"time/{name}_s": value for name, value in times.items()})
     assert found["rollouts beyond generation"] == pytest.approx(0.2)
     assert found["metrics, between steps"] == pytest.approx(0.25)
     assert sum(found.values()) == pytest.approx(row["overhead_s"])
-
-
-def test_a_call_counts_while_all_parts_are_under_way() -> None:
-    from overhead import together
-
-    quick, slow = [[0.0, 1.0], [1.0, 2.0], [2.0, 4.5]], [[0.0, 3.0], [3.0, 4.0]]
-    assert together(quick, slow) == [[1.0, 1.0], [3.0, 1.0]]
-
-
-def test_two_parts_wait_for_each_other(tmp_path: Path) -> None:
-    """The quick part goes on as long as the slow one makes its calls."""
-    from overhead_part import Calls
-
-    names, asked = ("quick", "slow"), dict[str, list[int]](quick=[], slow=[])
-    parts = {name: Calls(name, skipped=1, steps=2, meeting=str(tmp_path)) for name in names}
-
-    def work(name: str, seconds: float) -> None:
-        def call(step: int) -> None:
-            asked[name].append(step)
-            time.sleep(seconds)
-
-        parts[name].run(call)
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(work, names, (0.002, 0.1)))
-    assert asked["slow"][:3] == [0, 1, 2] and asked["quick"][:5] == [0, 1, 2, 1, 2]
-    assert len(parts["quick"].found) > len(parts["slow"].found)
 
 
 def test_prompts_by_group() -> None:
@@ -113,7 +82,7 @@ def test_other_training_is_refused() -> None:
 
     pairs = ((0.25, 2.0), (0.5, 1.0))
     records = [{"step": n, "loss": a, "grad_norm": b} for n, (a, b) in enumerate(pairs, 1)]
-    refuse_other_training([[0.25, 2.0], [0.5, 1.0005], [9.0, 9.0]], records)
+    refuse_other_training([[0.25, 2.0], [0.5, 1.0005]], records)
     with pytest.raises(RuntimeError, match=r"grad_norm of step 2 is 1\.01"):
         refuse_other_training([[0.25, 2.0], [0.5, 1.01]], records)
 

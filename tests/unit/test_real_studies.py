@@ -48,7 +48,7 @@ def test_the_last_number_is_the_answer(bench: Any) -> None:
     assert importlib.import_module("e2e_task").right(texts, ["7"] * 5) == [1.0, 0.0, 0.0, 0.0, 1.0]
 
 
-def test_systems_are_compared_at_equal_steps_and_at_equal_time(bench: Any) -> None:
+def test_systems_are_compared_at_equal_steps(bench: Any) -> None:
     def steps(seconds: float) -> dict[str, Any]:
         rows = [
             {"step_s": seconds, "accuracy": number / 10, "tokens": 100.0, "samples": 64}
@@ -60,20 +60,15 @@ def test_systems_are_compared_at_equal_steps_and_at_equal_time(bench: Any) -> No
     ours, theirs = found[bench.SYNCHRONOUS], found["TRL"]
     assert ours["samples_per_s"]["median"] == 2 * theirs["samples_per_s"]["median"] == 64
     assert ours["tokens_per_s"]["median"] == 100
-    assert ours["accuracy"] == theirs["accuracy"] == ours["accuracy_at_time"]
+    assert ours["accuracy"] == theirs["accuracy"]
     assert ours["accuracy"]["median"] == pytest.approx(0.65)
-    # Four steps were over after the 8 s that the quicker system took.
-    assert theirs["accuracy_at_time"]["median"] == pytest.approx(0.3)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("system", ["megarl", "megarl-staleness-1"])
-def test_the_settings_of_each_system_are_accepted(
-    system: str, precision: str, bench: Any, tmp_path: Path
-) -> None:
-    args = arguments(bench, "--precision", precision)
+def test_the_settings_of_each_system_are_accepted(system: str, bench: Any, tmp_path: Path) -> None:
+    args = arguments(bench)
     options = bench.settings_of(tmp_path, args, 1, system) | {"folder": tmp_path}
     changes = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
     config = read(RunConfig, bench.RECIPE, changes)
-    assert config.rollout.engine.dtype == config.training.precision == precision
+    assert config.rollout.engine.dtype == config.training.precision == "float32"
     assert config.rollout.max_staleness == int(system == bench.OVERLAPPED)

@@ -11,8 +11,10 @@ schedule's output and gradients are checked against those of one rank, and a dif
 run. Ulysses is left out where the ranks cannot share the heads. With `--window` all have a sliding
 window, but for `one rank, no window`. With `--group 512:8x64` the sequence holds as many groups of
 8 responses of 64 tokens as fit, each prompt of 512 tokens once in front of its responses; in
-`one rank, repeated` it is in front of each. Below the table stand the tokens and the pairs of query
-and key of each way.
+`one rank, repeated` it is in front of each. `MB` is the most that torch's allocator gave beyond q,
+k, v and the gradient of the output (tools/bench/peak_memory.py), on the rank with the most;
+`x ranks` is that times the ranks, over that of one rank: 1.00 falls exactly as 1 / ranks. Below the
+table stand the tokens and the pairs of query and key of each way.
 
 GPU: bfloat16. First whole kernels: the Triton and cuDNN blocks beside torch's flash attention and
 cuDNN, and beside the kernels of variable length that `training.attention: torch`, `cudnn` and
@@ -168,7 +170,9 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_schedules(args: Args, device: torch.device, meshes: list[Any]) -> dict[str, Any]:
-    """Seconds of each schedule by rounds, on a mesh without and a mesh with a Ulysses group."""
+    """Seconds of each schedule by rounds, and bytes, on meshes without and with a Ulysses group."""
+    from peak_memory import peak_of
+
     from megarl.parallel.collectives import barrier
     from megarl.parallel.exchange import RingExchange
 
@@ -207,6 +211,7 @@ def measure_schedules(args: Args, device: torch.device, meshes: list[Any]) -> di
 
     seconds = in_turns(args.rounds, {name: partial(timed, name) for name in runs})
     return {
+        "bytes": {name: peak_of(run)[0].allocated for name, run in runs.items()},
         "seconds": seconds,
         "pairs": {name: _pairs(plan) for name, (plan, _) in alone.items()},
         "tokens": {name: plan.lengths[0] for name, (plan, _) in alone.items()},
@@ -234,18 +239,21 @@ def measure(args: Args) -> dict[str, Any]:
         import attention_cuda
 
         return attention_cuda.measure(args)
-    found = launch(__file__, vars(args), args.ranks, CUDA_VISIBLE_DEVICES="")[0]
-    seconds = found.pop("seconds")
-    rows = {
-        name: {
+    ranks = launch(__file__, vars(args), args.ranks, CUDA_VISIBLE_DEVICES="")
+    seconds, alone = ranks[0]["seconds"], ranks[0]["bytes"]["one rank"]
+    rows: dict[str, dict[str, Any]] = {}
+    for name, values in seconds.items():
+        most = max(rank["bytes"][name] for rank in ranks)
+        size = 1 if name.startswith("one rank") else args.ranks
+        rows[name] = {
             "schedule": name,
             "seconds": spread(values),
             "x_one_rank": ratios(seconds["one rank"], values),
             "x_contiguous_ring": ratios(seconds["contiguous ring"], values),
+            "bytes": most,
+            "x_ranks": most * size / alone,
         }
-        for name, values in seconds.items()
-    }
-    return {"schedules": rows, **found}
+    return {"schedules": rows, **{name: ranks[0][name] for name in ("pairs", "tokens")}}
 
 
 def show(result: dict[str, Any]) -> Iterator[str]:
@@ -257,7 +265,7 @@ def show(result: dict[str, Any]) -> Iterator[str]:
         return
     columns = (
         "schedule; forward + backward s=seconds .2f; x one rank=x_one_rank .2f;"
-        " x contiguous ring=x_contiguous_ring .2f"
+        " x contiguous ring=x_contiguous_ring .2f; MB=bytes*1e-6 .1f; x ranks=x_ranks .2f"
     )
     yield from table(result["schedules"].values(), columns)
     for name, pairs in result["pairs"].items():

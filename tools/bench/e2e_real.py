@@ -2,7 +2,6 @@
 are asked in words; same machine, prompts, rewards, samples and optimizer; CPU only.
 
     python tools/bench/e2e_real.py [--json] [--seeds 1,2,3] [--steps 12] [--systems megarl,TRL]
-        [--precision float32]
 
 A step is 8 prompts x 8 samples of at most 48 tokens at temperature 1, and one AdamW step at 1e-5
 with clipped gradients; a response is right if its last number is the answer.
@@ -15,13 +14,11 @@ with clipped gradients; a response is right if its last number is the answer.
     megarl-staleness-1    rollout.max_staleness 1: engine and trainer at the same time, a thread
                           each
 
-`--precision bfloat16`: TRL trains under autocast, megarl with bfloat16 weights and float32 master
-weights, and its engine has bfloat16 weights. The systems take turns, a run of each per seed.
+All is in float32. The systems take turns, a run of each per seed.
 
     s a step   median over the steps but the first, and with staleness 1 the last
     samples/s  over the same steps
     accuracy   of the rollouts, mean of the last quarter of the steps
-    same time  the same of the steps that were over after the time of the quickest system's run
 
 Both take the mean of a step's tokens and AdamW with the same settings. Advantages divide by the
 deviation of a group: TRL's of a sample, megarl's of a population, which makes megarl's 7 % larger.
@@ -65,12 +62,11 @@ LENGTHS_AGREE = 0.2
 """By how much the systems' mean lengths of the first step may differ, relative to the smallest."""
 COLUMNS = (
     "system; s a step=step_s .2f; samples/s=samples_per_s .2f; tokens/s=tokens_per_s ,.0f;"
-    " accuracy .3f; same time=accuracy_at_time .3f; others .0%"
+    " accuracy .3f; others .0%"
 )
 OPTIONS = {
     "--seeds": ([1, 2, 3], "seeds, a run of each system for each"),
     "--steps": (12, "steps of a run, 4 or more"),
-    "--precision": ("float32", "of all", ("float32", "bfloat16")),
     "--systems": (list(SETTINGS), "what is compared", tuple(SETTINGS)),
     "--model": (real_model.default_folder("smollm2"), "its folder, made where it is missing"),
     "--trl-env": (trl.TRL_ENV, "folder of TRL's environment"),
@@ -94,11 +90,8 @@ def settings_of(work: Path, args: Args, seed: int, system: str) -> dict[str, obj
         "rollout.max_staleness": staleness,
         "rollout.dynamic_sampling.enabled": "false",
         "rollout.engine.num_threads": threads,
-        "rollout.engine.dtype": args.precision,
         "algorithm.correction.kind": "tis" if staleness else "none",
         "training.num_threads": threads,
-        "training.precision": args.precision,
-        "training.zero_stage": 0 if args.precision == "float32" else 1,
         "training.optimizer.learning_rate": LEARNING_RATE,
         "training.optimizer.clip_norm": 1.0,
         "training.schedule.kind": "constant",
@@ -125,7 +118,6 @@ def one_run(system: str, seed: int, args: Args) -> dict[str, Any]:
         max_steps=args.steps,
         learning_rate=LEARNING_RATE,
         seed=seed,
-        bf16=args.precision == "bfloat16",
     )
     step_s = statistics.median(row["step_s"] for row in steady(found["steps"], system))
     progress(
@@ -145,12 +137,6 @@ def accuracy_of(steps: list[dict[str, float]]) -> float:
     return last_quarter([row["accuracy"] for row in steps])
 
 
-def within(steps: list[dict[str, float]], limit_s: float) -> list[dict[str, float]]:
-    """The steps that were over after `limit_s` seconds, at least the first."""
-    ends = itertools.accumulate(row["step_s"] for row in steps)
-    return steps[: max(1, sum(end <= limit_s for end in ends))]
-
-
 def measure(args: Args) -> dict[str, Any]:
     """All systems with all seeds, in turns."""
     if args.steps < 4:
@@ -168,22 +154,14 @@ def measure(args: Args) -> dict[str, Any]:
 
 def rows_of(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """{system: its row}."""
-    limits_s = [
-        min(sum(row["step_s"] for row in one["steps"]) for one in same)
-        for same in zip(*runs.values(), strict=True)
-    ]
-    rows = {}
-    for system, found in runs.items():
-        rows[system] = trl.row_of(
+    return {
+        system: trl.row_of(
             found,
             [steady(one["steps"], system) for one in found],
             accuracy=[accuracy_of(one["steps"]) for one in found],
-            accuracy_at_time=[
-                accuracy_of(within(one["steps"], limit_s))
-                for one, limit_s in zip(found, limits_s, strict=True)
-            ],
         )
-    return rows
+        for system, found in runs.items()
+    }
 
 
 def show(result: dict[str, Any]) -> Lines:

@@ -21,8 +21,6 @@ The parts, each in a process of its own, on the batches that the run has recorde
                  sampling of megarl: a seed for each request, log-probs of the sampled tokens
     training     a loop over the same micro-batches: forward, loss, backward and optimizer step of
                  megarl's role, and nothing else. Losses and gradient norms must be the run's.
-    side by side generation and training at the same time (`overlapped` only): what two busy cores
-                 cost each other on this machine, without megarl
 
 The first two steps of each are not counted. In every round a run and its parts follow each other;
 rounds alternate in the order of kinds and of parts. Ratios are of means over a round's steps.
@@ -37,8 +35,6 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,23 +97,15 @@ def write_endless_task(folder: Path, vocabulary: int = VOCABULARY) -> int:
 
 
 def compared(
-    step_s: Sequence[float],
-    parts: Mapping[str, Sequence[float]],
-    beside: Mapping[str, Sequence[float]],
-    staleness: int,
+    step_s: Sequence[float], parts: Mapping[str, Sequence[float]], staleness: int
 ) -> dict[str, float]:
     """One round: means over its steps, and the ratio to a step that costs no more than its parts:
-    their sum where they take turns, the longer one where they overlap. `beside`: seconds of the
-    parts side by side, empty where that was not measured.
+    their sum where they take turns, the longer one where they overlap.
     """
     mean = {name: statistics.fmean(found) for name, found in parts.items()}
     step, least = statistics.fmean(step_s), (max if staleness else sum)(mean.values())
     found = {"step_s": step, **{f"{name}_s": value for name, value in mean.items()}}
-    found |= {"bound_s": least, "overhead_s": step - least, "ratio": step / least}
-    if beside:
-        longer = max(statistics.fmean(one) for one in beside.values())
-        found |= {"side_by_side_s": longer, "ratio_to_side_by_side": step / longer}
-    return found
+    return found | {"bound_s": least, "overhead_s": step - least, "ratio": step / least}
 
 
 def causes(row: Mapping[str, float], phases: Mapping[str, float]) -> dict[str, float]:
@@ -134,19 +122,11 @@ def causes(row: Mapping[str, float], phases: Mapping[str, float]) -> dict[str, f
     }
 
 
-def together(*calls: list[list[float]]) -> list[list[float]]:
-    """Of each part's (begin, end) of its calls, the seconds of those that ended while all parts
-    were under way.
-    """
-    until = min(part[-1][1] for part in calls)
-    return [[end - begin for begin, end in part if end <= until] for part in calls]
-
-
 def refuse_other_training(made: list[list[float]], records: list[dict[str, Any]]) -> None:
     """Raise `RuntimeError` unless the (loss, gradient norm) of each step that the bare loop `made`
-    are those of the run's metrics. Steps that the loop has repeated are not compared.
+    are those of the run's metrics.
     """
-    for record, found in zip(records, made, strict=False):
+    for record, found in zip(records, made, strict=False):  # one step more was run
         for name, own in zip(("loss", "grad_norm"), found, strict=True):
             if abs(record[name] - own) > AGREE * max(abs(record[name]), abs(own), 1e-3):
                 where = f"{name} of step {record['step']} is {own}, and {record[name]} in the run"
@@ -187,10 +167,8 @@ def run_loop(args: Args, kind: str, limit: int, groups: int) -> dict[str, Any]:
     }
 
 
-def run_part(
-    args: Args, kind: str, records: Any, name: str, meeting: str = ""
-) -> list[list[float]]:
-    """(begin, end) of each counted call of a part, which runs in a process of its own. Raises
+def run_part(args: Args, kind: str, records: Any, name: str) -> list[float]:
+    """Seconds of each counted call of a part, which runs in a process of its own. Raises
     `RuntimeError` where it did not train as the run did.
     """
     with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=args.work) as aside:
@@ -199,8 +177,8 @@ def run_part(
             "run": str(args.work / "run"),
             "folder": f"{aside}/run",
             "stops": [EOS_ID],
-            "available": SKIPPED + args.steps,
-            "calls": {"skipped": SKIPPED, "steps": args.steps, "meeting": meeting},
+            "skipped": SKIPPED,
+            "steps": args.steps,
         }
         path = Path(aside) / "task.json"
         path.write_text(json.dumps(task))
@@ -209,7 +187,7 @@ def run_part(
         run([sys.executable, script, str(path)], path.parent / "log", args.deadline, environment)
         found = json.loads(path.with_suffix(".answer").read_text())
     refuse_other_training(found.get("losses_and_norms", []), records)
-    return found["calls"]
+    return found["seconds"]
 
 
 def one_round(
@@ -219,16 +197,11 @@ def one_round(
     run, the `causes` of its overhead.
     """
     made, names = run_loop(args, kind, limit, groups), ("generation", "training")
-    parts, beside = dict[str, list[float]](), dict[str, list[float]]()
-    part = partial(run_part, args, kind, made["records"])
-    for name in reversed(names) if is_reversed else names:
-        parts[name] = [end - begin for begin, end in part(name)]
-    if kind == "overlapped":  # the two at the same time
-        with tempfile.TemporaryDirectory(dir=args.work) as meeting, ThreadPoolExecutor(2) as pool:
-            each = pool.map(partial(part, meeting=meeting), names)
-            beside = dict(zip(names, together(*each), strict=True))
-    found: dict[str, Any] = compared(made["step_s"], parts, beside, bool(beside))
-    found["causes"] = {} if beside else causes(found, made["phases"])
+    order = reversed(names) if is_reversed else names
+    parts = {name: run_part(args, kind, made["records"], name) for name in order}
+    overlaps = kind == "overlapped"
+    found: dict[str, Any] = compared(made["step_s"], parts, overlaps)
+    found["causes"] = {} if overlaps else causes(found, made["phases"])
     return found | {"phases": made["phases"]}
 
 
@@ -261,17 +234,14 @@ def show(result: dict[str, Any]) -> Iterator[str]:
         "bound_s": "the longer part, or the sum of the parts",
         "overhead_s": "overhead",
         "ratio": f"ratio (bar {BAR:.2f})",
-        "side_by_side_s": "longer part, side by side",
-        "ratio_to_side_by_side": "ratio to that",
     }
     for row in result["rows"]:
         rounds = row["rounds"]
         yield f"{row['kind']}, {row['samples']} samples x {row['limit']} new tokens"
-        lines = {title: [one.get(key) for one in rounds] for key, title in titles.items()}
+        lines = {title: [one[key] for one in rounds] for key, title in titles.items()}
         for group in ("causes", "phases"):
             lines |= {name: [one[group][name] for one in rounds] for name in rounds[0][group]}
-        known = ((what, values) for what, values in lines.items() if None not in values)
-        yield from table(({"what": k, "s": spread(values)} for k, values in known), "what; s ,.3f")
+        yield from table(({"what": k, "s": spread(v)} for k, v in lines.items()), "what; s ,.3f")
 
 
 if __name__ == "__main__":

@@ -16,9 +16,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-POLL_S = 0.01
-"""Seconds between two looks at the other part."""
-
 
 def prompts_of(batch: Any) -> list[list[list[int]]]:
     """The prompts of a recorded step: [group][sample] lists of token ids. All samples of a group
@@ -34,47 +31,20 @@ def prompts_of(batch: Any) -> list[list[list[int]]]:
     return [found[group] for group in sorted(found)]
 
 
-class Calls:
-    """Times the calls of a part. `meeting`: folder in which this part and another one, which is
-    measured at the same time, tell each other how far they are; "" for none.
-    """
-
-    def __init__(self, name: str, *, skipped: int, steps: int, meeting: str = "") -> None:
-        self.name, self.skipped, self.steps = name, skipped, steps
-        self.meeting = Path(meeting) if meeting else None
-        self.found: list[tuple[float, float]] = []
-        """Begin and end of each counted call on the monotonic clock."""
-
-    def run(self, call: Callable[[int], None]) -> list[tuple[float, float]]:
-        """Call `call(step)` for each step. Beside another part, which shall be under way in each
-        counted call, begin when both are ready and go on until both have made their calls.
-        """
-        for step in range(self.skipped):
-            call(step)
-        self._say("ready")
-        while not self._both("ready"):
-            time.sleep(POLL_S)
-        while len(self.found) < self.steps or not self._both("done"):
-            step = self.skipped + len(self.found) % self.steps
-            begin = time.monotonic()
-            call(step)
-            self.found.append((begin, time.monotonic()))
-            if len(self.found) == self.steps:
-                self._say("done")
-        return self.found
-
-    def _say(self, what: str) -> None:
-        if self.meeting is not None:
-            (self.meeting / f"{what}.{self.name}").touch()
-
-    def _both(self, what: str) -> bool:
-        return self.meeting is None or len(list(self.meeting.glob(f"{what}.*"))) == 2
+def timed(task: dict[str, Any], call: Callable[[int], None]) -> list[float]:
+    """Call `call(step)` for each step; the seconds of each call but the first `skipped`."""
+    seconds = list[float]()
+    for step in range(task["skipped"] + task["steps"]):
+        begin = time.monotonic()
+        call(step)
+        seconds.append(time.monotonic() - begin)
+    return seconds[task["skipped"] :]
 
 
 def generate(task: dict[str, Any]) -> dict[str, Any]:
     """Time plain vLLM on the prompts that a run has recorded: each call is one `LLM.generate` on
     the prompts of one step, with the engine options, threads, environment and sampling that megarl
-    gives its engines. Returns {"calls": (begin, end) of each counted call}.
+    gives its engines. Returns {"seconds": those of each counted call}.
     """
     from megarl.engines.vllm_arguments import engine_arguments
     from megarl.engines.vllm_core import preload_openmp
@@ -105,7 +75,7 @@ def generate(task: dict[str, Any]) -> dict[str, Any]:
     )
     llm = LLM(**arguments, generation_config="vllm", logprobs_mode="processed_logprobs")
     limit = config.rollout.max_new_tokens
-    batches = [batch_of(run, step, 0, 1) for step in range(task["available"])]
+    batches = [batch_of(run, step, 0, 1) for step in range(task["skipped"] + task["steps"])]
     prompts = [[ids for group in prompts_of(one) for ids in group] for one in batches]
 
     def call(step: int) -> None:
@@ -129,14 +99,14 @@ def generate(task: dict[str, Any]) -> dict[str, Any]:
             raise RuntimeError(f"vLLM generated {sum(lengths)} tokens, of {limit * len(given)}")
         llm.reset_prefix_cache()  # as a publication does
 
-    return {"calls": Calls("generation", **task["calls"]).run(call)}
+    return {"seconds": timed(task, call)}
 
 
 def train(task: dict[str, Any]) -> dict[str, Any]:
     """Time training alone on the batches that a run has recorded: each call is forward, loss,
     backward and optimizer step of one step's batch, with megarl's model and without its loop.
-    Returns {"calls": (begin, end) of each counted call, "losses_and_norms": (loss, gradient norm)
-    of each step the first time that it is trained on}.
+    Returns {"seconds": those of each counted call, "losses_and_norms": (loss, gradient norm) of
+    each step}.
     """
     from megarl.settings.config import RunConfig, read
     from megarl.system.process_env import prepare_environment
@@ -153,12 +123,10 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
     with ExitStack() as stack:
         context = stack.enter_context(open_context(config, check_replay(config)))
         role = context.role("policy", config.model, optimizer_steps=config.steps)
-        batches = [batch_of(run, step, 0, 1) for step in range(task["available"])]
+        batches = [batch_of(run, step, 0, 1) for step in range(task["skipped"] + task["steps"])]
         made: list[tuple[float, float]] = []
-        calls = Calls("training", **task["calls"]).run(
-            lambda step: made.append(train_step(role, batches[step], config))
-        )
-        return {"calls": calls, "losses_and_norms": made[: task["available"]]}
+        seconds = timed(task, lambda step: made.append(train_step(role, batches[step], config)))
+        return {"seconds": seconds, "losses_and_norms": made}
 
 
 def train_step(role: Any, batch: Any, config: Any) -> tuple[float, float]:

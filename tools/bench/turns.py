@@ -1,22 +1,19 @@
 """Rollouts of many turns on a real vLLM engine: are they exact, and does the engine stay busy?
 
     python tools/bench/turns.py exact RECIPE.yaml [--rollouts 500]
-    python tools/bench/turns.py load MODEL [--sessions 2000] [--turns 8] [--wait-ms 50]
-                                           [--tokens 16] [--minutes 0]
-    python tools/bench/turns.py agents MODEL [--sessions 2000] [--turns 8] [--minutes 0]
+    python tools/bench/turns.py agents MODEL [--sessions 2000] [--turns 8] [--tokens 16]
+                                             [--minutes 0]
 
 `exact` generates rollouts of a recipe with a session, tools or an agent, each from another prompt.
 It compares each turn of the model, with what it had read, token by token with what the engine
 itself recorded of each request; the rows that would be trained on with the turns; and the engine's
 log-probs with those of the model in float32 through transformers.
 
-`load` opens many sessions at once, whose every turn waits like a tool does, in one worker process,
-and reports the share of the time in which the engine's process computed (its CPU time over wall
-time, from the first request to the last), and the memory of this process, which holds what the
-rollout service holds. With `--minutes` the sessions are opened again and again for so long.
-
-`agents` does the same with agents, whose calls another process makes by HTTP, and also reports the
-CPU time that the worker process, with the gateway, needs for a call.
+`agents` opens many sessions at once in one worker process with the gateway; another process makes
+their calls by HTTP. Reported are the share of the time in which the engine's process computed (its
+CPU time over wall time, from the first request to the last), the CPU time that the worker needs for
+a call, and the memory of this process, which holds what the rollout service holds. With `--minutes`
+the sessions are opened again and again for so long.
 """
 
 from __future__ import annotations
@@ -49,21 +46,6 @@ from megarl.settings.rl import longest_request
 from megarl.settings.rollout import EngineConfig, RolloutConfig
 from megarl.system.process_env import prepare_environment
 from megarl.types import Group, Prompt, Rollout, Samples, Segment
-
-WAITING = """
-import asyncio
-from megarl.environments.session import Observation
-
-class Waits:
-    async def start(self, prompt):
-        self.turns = 0
-        return Observation("")
-    async def step(self, text, token_ids):
-        await asyncio.sleep({seconds})
-        self.turns += 1
-        return 1.0 if self.turns == {turns} else Observation("1")
-"""
-
 
 AGENT = """
 import asyncio, json
@@ -108,14 +90,13 @@ asyncio.run(main())
 
 
 OPTIONS = {
-    "kind": (str, "what is measured", ("exact", "load", "agents")),
-    "source": (str, "a recipe for exact, a model's folder for load and agents"),
+    "kind": (str, "what is measured", ("exact", "agents")),
+    "source": (str, "a recipe for exact, a model's folder for agents"),
     "--rollouts": (500, "exact: rollouts"),
-    "--sessions": (2000, "load: sessions at once"),
-    "--turns": (8, "load: turns of a session"),
-    "--wait-ms": (50.0, "load: what a tool waits in every turn"),
-    "--tokens": (16, "load: tokens of a turn"),
-    "--minutes": (0.0, "load: for so long again and again"),
+    "--sessions": (2000, "agents: sessions at once"),
+    "--turns": (8, "agents: turns of a session"),
+    "--tokens": (16, "agents: tokens of a turn"),
+    "--minutes": (0.0, "agents: for so long again and again"),
 }
 
 
@@ -285,7 +266,7 @@ def differences(model: str, rollouts: Sequence[Sequence[Turn]]) -> list[float]:
     return found
 
 
-# -------------------------------------------------------------------------------------------- load
+# ------------------------------------------------------------------------------------------ agents
 
 
 @contextmanager
@@ -300,27 +281,17 @@ def caller(turns: int) -> Iterator[int]:
             process.kill()
 
 
-async def under_load(args: Args, port: int = 0) -> dict[str, Any]:
-    """Many sessions at once. `port`: of the process that makes the calls of agents; 0 for sessions
-    of other kinds.
-    """
-    session = args.work / "own.py"
-    tokenizer = load_tokenizer(args.source)
-    longest = 8 + args.turns * (args.tokens + 1)
-    settings: dict[str, Any] = {"session": f"{session}:Waits", "time_limit_s": 60.0}
-    if port:
-        session.write_text(AGENT.format(port=port))
-        longest = 32 + args.turns * (args.tokens + 8)
-        agent = {"function": f"{session}:calls", "time_limit_s": 600.0, "context_tokens": longest}
-        settings = {"agent": agent}
-    else:
-        session.write_text(WAITING.format(seconds=args.wait_ms / 1000, turns=args.turns))
+async def under_load(args: Args, port: int) -> dict[str, Any]:
+    """Many agents at once. `port`: of the process that makes their calls."""
+    code, longest = args.work / "own.py", 32 + args.turns * (args.tokens + 8)
+    code.write_text(AGENT.format(port=port))
     config = EngineConfig(dtype="float32", kv_cache_gib=1, num_threads=1)
     arguments = engine_arguments(model=args.source, config=config, max_tokens=longest)
     engine = RecordedEngine(load=True, **arguments)
     engine.keeps = False
-    config = EnvironmentConfig(**settings, require_stop=False, start_limit_s=300.0)
-    environment = Environment(config, Codec.of(tokenizer, whole=config.needs_template))
+    agent: Any = {"function": f"{code}:calls", "time_limit_s": 600.0, "context_tokens": longest}
+    config = EnvironmentConfig(agent=agent, require_stop=False, start_limit_s=300.0)
+    environment = Environment(config, Codec.of(load_tokenizer(args.source), whole=True))
     own = set(psutil.Process().children())
     await engine.start()
     of_engine = [
@@ -368,8 +339,6 @@ def measure(args: Args) -> dict[str, Any]:
     if args.kind == "exact":
         config = read(RunConfig, args.source, [])
         return asyncio.run(exact(config, check_rollout(config), args.rollouts))
-    if args.kind == "load":
-        return asyncio.run(under_load(args))
     with caller(args.turns) as port:
         return asyncio.run(under_load(args, port))
 

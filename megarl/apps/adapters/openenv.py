@@ -26,14 +26,17 @@ ROWS_WITHIN_S = 300.0
 """Seconds within which the first observations of all episodes must be there."""
 
 
-class Connection:
-    """A connection to the environment of an OpenEnv server at `address`. `settings`: `action`, the
-    field of an action that takes the model's text; `observation`, the field of an observation that
-    the model reads; and any others, which each `reset` is given.
-    """
+class OpenEnvEpisode:
+    """The session `openenv`: plays the episode of its prompt on the prompt's server."""
 
-    def __init__(self, address: str, settings: dict[str, Any]) -> None:
-        """Raises `ValueError` if a field is missing."""
+    _client: Any = None
+
+    def open(self, address: str, settings: dict[str, Any]) -> None:
+        """Make the client of the server at `address`. `settings`: `action`, the field of an action
+        that takes the model's text; `observation`, the field of an observation that the model
+        reads; and any others, which each `reset` is given. Raises `ValueError` if a field is
+        missing.
+        """
         self._address, self._reset = address, dict(settings)
         fields = [self._reset.pop(key, "") for key in ("action", "observation")]
         require(
@@ -70,11 +73,6 @@ class Connection:
             self._client = self._new()
             await asyncio.sleep(POLL_S)  # until another environment has ended
 
-    async def step(self, text: str) -> tuple[str, float, bool]:
-        """Take a turn of the model; returns (observation, reward, whether the episode is over)."""
-        result = await self._client.step({self._action: text})
-        return self._text(result), float(result.reward or 0.0), bool(result.done)
-
     def _text(self, result: Any) -> str:
         seen = result.observation.get(self._observation)
         texts = [key for key, value in result.observation.items() if isinstance(value, str)]
@@ -85,33 +83,23 @@ class Connection:
         )
         return seen
 
-    async def close(self) -> None:
-        """Close the connection, and with it the server's environment."""
-        await self._client.close()
-
-
-class OpenEnvEpisode:
-    """The session `openenv`: plays the episode of its prompt on the prompt's server."""
-
-    _open: Connection | None = None
-
     async def start(self, prompt: Prompt) -> Observation:
         """Begin the episode. Raises `ValueError` if the server cannot be reached or ignores the
         seed.
         """
         address, settings, seed = episode_of(prompt, "openenv")
-        self._open = Connection(address, settings)
-        return begun(prompt, await self._open.reset(seed))
+        self.open(address, settings)
+        return begun(prompt, await self.reset(seed))
 
     async def step(self, text: str, token_ids: np.ndarray) -> Observation | float:
         """Take the model's turn. Raises what the server answers with."""
-        assert self._open is not None
-        return replied(*await self._open.step(text))
+        result = await self._client.step({self._action: text})
+        return replied(self._text(result), float(result.reward or 0.0), bool(result.done))
 
     async def close(self) -> None:
-        """Close the connection."""
-        if self._open is not None:
-            await self._open.close()
+        """Close the connection, and with it the server's environment."""
+        if self._client is not None:
+            await self._client.close()
 
 
 def openenv_rows(
@@ -125,12 +113,11 @@ def openenv_rows(
     numbers, settings = seeds(arguments, limit)
 
     async def firsts() -> list[dict[str, Any]]:
-        connection = Connection(address, settings)
+        episode = OpenEnvEpisode()
+        episode.open(address, settings)
         try:
             async with asyncio.timeout(ROWS_WITHIN_S):
-                return [
-                    row(address, settings, seed, await connection.reset(seed)) for seed in numbers
-                ]
+                return [row(address, settings, seed, await episode.reset(seed)) for seed in numbers]
         except TimeoutError:
             raise ValueError(
                 f"openenv:{address} did not begin {len(numbers)} episodes within"
@@ -138,7 +125,7 @@ def openenv_rows(
                 " (max_concurrent_envs), or lower prompts.arguments.size"
             ) from None
         finally:
-            await connection.close()
+            await episode.close()
 
     return asyncio.run(firsts())
 
