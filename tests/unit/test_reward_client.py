@@ -15,12 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support.environments import PROMPT
 from support.reward_servers import Answer, Scripted, free_port, serving
 
-from megarl.environments.batch_queue import BatchQueue
 from megarl.environments.reward_client import RewardClient
 from megarl.environments.scores import Outcome
 from megarl.settings.addresses import Token
@@ -374,22 +371,3 @@ async def test_closing_leaves_nobody_waiting() -> None:
             found = await asyncio.gather(*calls, return_exceptions=True)
     assert [type(one) for one in found] == [asyncio.CancelledError] * 3
     assert threading.active_count() == before
-
-
-@given(st.lists(st.booleans(), max_size=40), st.integers(1, 9))
-def test_batches_keep_order_and_size(gone: list[bool], most: int) -> None:
-    async def whole() -> None:
-        queue: BatchQueue[int, None] = BatchQueue()
-        made = [queue.put(number) for number in range(len(gone))]
-        for one, is_gone in zip(made, gone, strict=True):
-            if is_gone:
-                one.result.cancel()
-        kept = [one.item for one in made if not one.result.done()]
-        found: list[int] = []
-        while len(found) < len(kept):
-            batch = await asyncio.wait_for(queue.take(most, 0.0), 5)
-            assert 1 <= len(batch) <= most
-            found += [one.item for one in batch]
-        assert found == kept
-
-    asyncio.run(whole())
