@@ -33,7 +33,7 @@ from megarl.parallel.reshard.boxes import scatter
 
 reshard, reshard_files = map(importlib.import_module, ("reshard", "reshard_files"))
 
-KINDS = ("qwen2", "qwen3", "llama", "mistral")
+KINDS = ("qwen3", "llama")
 LAYOUTS = (
     "data 2 tensor 2 zero 3",
     "data 3 sequence 2 zero 3",
@@ -161,7 +161,7 @@ def random_layouts(count: int) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("layout", random_layouts(4))
+@pytest.mark.parametrize("layout", random_layouts(2))
 def test_ranks_hold_what_the_layout_says(layout: str, tmp_path: Path, run: Run) -> None:
     """Each rank's file against the definition: its piece of every whole tensor, flat."""
     source = model_of(tmp_path / "model")
@@ -351,8 +351,6 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "unknown family": (lambda f: change_config(f, model_type="gpt2"), ["transformer.wte.weight", "not of one model"]),
     "a missing tensor": (lambda f: change_tensors(f, lambda t: t.pop(NORM)),
      [NORM, "no tensor", "fetch both"]),
-    "another model": (lambda f: change_config(f, num_hidden_layers=3, layer_types=None),
-     ["model.layers.2.", "no tensor"]),
     "a config.json that contradicts itself": (lambda f: change_config(f, num_hidden_layers=3),
      ["layer_types", "fetch it"]),
     "a name twice": (repeat_a_tensor, ["part0.safetensors and in", "part1.safetensors", "remove"]),
@@ -391,8 +389,6 @@ def change_layout(folder: Path, **changes: object) -> None:
 
 
 BAD_SHARDS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
-    "a truncated shard": (lambda f: truncate(f / "rank_00001.safetensors"),
-     ["rank_00001.safetensors is damaged"]),
     "a changed byte": (lambda f: flip(f / "rank_00002.safetensors"),
      ["rank_00002.safetensors is damaged"]),
     "a missing shard": (lambda f: (f / "rank_00000.safetensors").unlink(),
