@@ -358,21 +358,14 @@ def test_tokens_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
         server_token(named)
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        (
-            {"environment": EnvironmentConfig(correct=2.0)},
-            "environment.correct is 2.0, which is for the recipe of the training run",
-        ),
-        (
-            {"environment": EnvironmentConfig(session="a.py:B")},
-            "environment.session is .*, but a reward server scores single responses",
-        ),
-        ({"folder": ""}, "folder is empty"),
-        ({"environment": EnvironmentConfig(verifier="none")}, "every score would be 0"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "says"), [
+    ({"environment": EnvironmentConfig(correct=2.0)},
+     "environment.correct is 2.0, which is for the recipe of the training run"),
+    ({"environment": EnvironmentConfig(session="a.py:B")},
+     "environment.session is .*, but a reward server scores single responses"),
+    ({"folder": ""}, "folder is empty"),
+    ({"environment": EnvironmentConfig(verifier="none")}, "every score would be 0"),
+])  # fmt: skip
 def test_recipes_of_a_server_that_are_refused(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         ServeRewardConfig(**{"folder": "x"} | settings)
