@@ -28,7 +28,6 @@ from megarl.apps.serve.reward_server import Backend, RewardServer
 from megarl.apps.serve.serve_reward import server_token
 from megarl.data.source import PromptList
 from megarl.data.tokenizer import load_tokenizer
-from megarl.environments.codec import Codec
 from megarl.environments.judging import Judge
 from megarl.environments.scores import Outcome
 from megarl.environments.scoring import Environment
@@ -257,24 +256,6 @@ def test_scores_of_a_server_are_mapped_as_a_verifiers() -> None:
     assert (half.reward, right.reward, right.correct) == (0.5, 2.0, True)
     assert (three.reward, three.failure) == (-1.0, "error")
     assert "the reward server answered 3, but environment.correct and" in three.detail
-
-
-def test_token_ids_are_decoded_before_they_are_sent(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path)
-    tokenizer = load_tokenizer(str(tmp_path))
-    app = Scripted()
-
-    async def whole(url: str) -> None:
-        import numpy as np
-
-        environment = Environment(EnvironmentConfig(verifier=url), Codec.of(tokenizer))
-        tokens = np.asarray(tokenizer("3+4=7").input_ids, dtype=np.int32)
-        assert (await environment.score(PROMPT, tokens, 5, False)).correct
-        await environment.close()
-
-    with serving(app) as url:
-        asyncio.run(whole(url))
-    assert app.requests[0][0]["response"] == "3+4=7"
 
 
 def test_the_trial_before_a_run_says_what_to_set(tmp_path: Path) -> None:
