@@ -195,8 +195,6 @@ def test_a_verifier_that_cannot_be_loaded_stops_the_run(
     full = name.format(own=own, folder=tmp_path)
     with pytest.raises(ValueError, match=BAD[name]):
         run(EnvironmentConfig(verifier=full), Environment.start)
-    with pytest.raises(ValueError, match=BAD[name]):
-        together(EnvironmentConfig(verifier=full), "7", "7")
 
 
 # The pool
