@@ -35,9 +35,6 @@ from support.documented import block, blocks
 from support.fork_server import MARK
 from support.tiny import write_model
 
-from megarl import cli
-from megarl.errors import UserError
-
 STEPS = 10_000
 """More than a test waits for: Ctrl-C ends the first run."""
 ROWS = [(f"{a}+{b}=", str(a + b)) for a in range(5) for b in range(5)]
@@ -51,9 +48,6 @@ REWARDS = {
         "async def score(prompt, response):\n"
         "    return {'reward': len(response) % 3 - 1.0, 'characters': len(response)}\n"
     ),
-    "wrong arity": "def score(prompt):\n    return 1.0\n",
-    "no function": "def scores(prompt, response):\n    return 1.0\n",
-    "no Python": "def score(prompt, response)\n",
 }
 
 
@@ -221,23 +215,3 @@ def test_the_cells_of_the_notebook_run(place: Path) -> None:
     assert [row["step"] for row in records(folder / "metrics.jsonl")] == [1, 2, 3, 4]
     judged = [one for group in records(folder / "transcripts.jsonl") for one in group["rollouts"]]
     assert not any(one["failure"] for one in judged)
-
-
-@pytest.mark.parametrize(("key", "value", "says"), [
-    ("environment.verifier", "{place}/no_function.py:score", ["no_function.py", "score"]),
-    ("environment.verifier", "{place}/no_Python.py:score", ["no_Python.py"]),
-    ("environment.verifier", "{place}/wrong_arity.py:score", ["wrong_arity.py", "score"]),
-    ("environment.verifier", "{place}/none.py:score", ["none.py"]),
-    ("resume", "true", ["resume is true", "no checkpoint", "auto"]),
-    ("prompts.prompt_column", "text", ["text", "prompt_column"]),
-    ("model.path", "{place}/nothing", ["model.path", "nothing"]),
-])  # fmt: skip
-def test_what_is_wrong_is_answered_in_one_line(
-    place: Path, tmp_path: Path, key: str, value: str, says: list[str]
-) -> None:
-    words = [f"--folder={tmp_path}/run", f"--{key}", value.format(place=place)]
-    with pytest.raises(UserError) as error:
-        cli.plan(["run", str(place / "recipe.yaml"), *words, "--check"]).run()
-    said = str(error.value)
-    assert "\n" not in said and all(part in said for part in says), said
-    assert not (tmp_path / "run").exists()

@@ -32,17 +32,13 @@ WRITE, SHOW, DONE = "echo seven > a.txt", "cat a.txt", "That is all."
 ENDS = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && cat a.txt"
 AGENTS = {
     "claude": ("Bash", [call("Bash", command=WRITE), f"so {call('Bash', command=SHOW)}", DONE]),
-    "codex": (
-        "exec_command",
-        [call("exec_command", cmd=WRITE), f"so {call('exec_command', cmd=SHOW)}", DONE],
-    ),
-    "opencode": (
-        "todowrite",
-        [call("bash", command=WRITE), f"so {call('bash', command=SHOW)}", DONE],
-    ),
+    "codex": ("exec_command",
+     [call("exec_command", cmd=WRITE), f"so {call('exec_command', cmd=SHOW)}", DONE]),
+    "opencode": ("todowrite",
+     [call("bash", command=WRITE), f"so {call('bash', command=SHOW)}", DONE]),
     "mini": ("bash", [call("bash", command=one) for one in (WRITE, SHOW, ENDS)]),
     "aider": ("", ["```\nseven\n```\n", "a.txt\n```\nseven\n```\n"]),
-}
+}  # fmt: skip
 """{block of the page, and program: (a tool, by which the main conversation is known, turns)}"""
 
 

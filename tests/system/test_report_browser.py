@@ -257,18 +257,6 @@ def check(titles: list[str], tiles: list[str], marks: list[str]) -> None:
     assert marks == ["mark wrong", "mark right"] * 2, marks
 
 
-def test_structure(run: Path) -> None:
-    page = Page((run / "report.html").read_text(encoding="utf-8"))
-    classes = [attributes.get("class") or "" for _, attributes in page.seen]
-    marks = [one for one in classes if one.startswith("mark ")]
-    # Both sides of a problem, and the line that stands for it while it is closed.
-    check(list(page.charts), [page.text], marks[2:4] + marks[6:8])
-    assert next(iter(page.charts)) == "idea", "the user's own metric"
-    for row in (row for chart in page.charts.values() for row in chart["series"]):
-        assert {len(values) for values in row["rows"]} == {len(row["steps"])} != {0}
-        assert row["steps"] == sorted(row["steps"]) and all(0 <= at <= 60 for at in row["steps"])
-
-
 def colours(page: str) -> list[dict[str, str]]:
     """The page's colours, {name: #rrggbb}, by day and by night."""
     found = [dict(re.findall(r"--([a-z]+\d*):(#[0-9a-f]+)", part)) for part in page.split("@media")]

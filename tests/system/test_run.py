@@ -15,7 +15,6 @@ import torch
 from support.commands import PROBE_BOUND, Done, ledger, megarl, records, tiny_run, write_recipe
 from support.tiny import write_model
 
-from megarl.checkpoints.progress import read_progress
 from megarl.ledger.journal import FILE
 
 STEPS = 4
@@ -145,20 +144,6 @@ def test_resuming_a_finished_run_says_so_and_starts_nothing(done: Done, place: P
     assert checked.code == 0
     assert f"a run that is finished, at step {STEPS} of {STEPS}" in checked.err.splitlines()[-1]
     assert f"{STEPS} of {STEPS} steps trained: finished" in megarl("status", str(place / "run")).out
-
-
-def test_a_checkpoint_knows_the_ledger_of_its_steps(done: Done, place: Path) -> None:
-    """What the ledger held at a checkpoint tells of the checkpoint's steps and groups."""
-    run = place / "run"
-    for step in (2, 4):
-        progress = read_progress(run / "checkpoints" / f"step_{step:06d}")
-        here = place / f"ledger_{step}"
-        here.mkdir()
-        whole = (run / FILE).read_bytes()
-        (here / FILE).write_bytes(whole[: int(progress.ledger["bytes"])])
-        found = ledger(here)
-        assert (found["steps"], found["cursor"]) == (step, progress.next_ordinal)
-        assert found["torn_bytes"] == 0
 
 
 WRONG = {

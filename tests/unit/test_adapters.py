@@ -178,24 +178,6 @@ async def test_an_observation_becomes_a_turn_of_the_user(
         assert "start returned an observation with a role" in refused.detail
 
 
-RECIPES = {"reasoning_gym": 5, "textarena": 4, "gymnasium": 5, "openenv": 4, "verifiers": 3}
-"""{recipe: lines that name the environment}"""
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_names_its_environment_in_few_lines(name: str) -> None:
-    """At most eight, without code."""
-    text = (ROOT / "launch" / "recipes" / f"{name}.yaml").read_text()
-    found = config.read(RunConfig, ROOT / "launch" / "recipes" / f"{name}.yaml")
-    used = found.environment
-    assert name in (used.session, used.verifier, used.agent.function)
-    assert all(part.source.startswith(f"{name}:") for part in found.prompts.parts)
-    trained = text.partition("evaluation:")[0]
-    keys = r"\bsource:|arguments:|instruction:|session:|verifier:|function:|max_turns:|sources:"
-    lines = [line for line in trained.splitlines() if re.search(keys, line)]
-    assert len(lines) == RECIPES[name] <= 8
-
-
 PAGES = {
     "reasoning_gym": "reasoning_gym", "reasoning_gym_tags": "reasoning_gym",
     "reasoning_gym_several": "reasoning_gym", "textarena": "textarena", "gymnasium": "gymnasium",

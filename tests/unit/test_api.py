@@ -200,17 +200,9 @@ class Broken:
 
 
 @pytest.mark.usefixtures("stands_in")
-@pytest.mark.parametrize("kind", [KeyError, KeyboardInterrupt])
-def test_an_exception_ends_the_run_with_a_checkpoint(
-    tmp_path: Path, kind: type[BaseException]
-) -> None:
-    def train() -> None:
-        for _ in trainer.steps():
-            raise KeyboardInterrupt
-
-    trainer = Trainer(recipe(tmp_path, steps=10_000), callbacks=[Broken()][: kind is KeyError])
-    with pytest.raises(kind):
-        train()
+def test_an_exception_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(KeyError):
+        Trainer(recipe(tmp_path, steps=10_000), callbacks=[Broken()]).train()
     assert [one.name[:5] for one in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_"]
 
 
@@ -238,21 +230,18 @@ def test_mistakes_are_one_line_and_failures_another_error(
     assert str(error.value).endswith("steps is odd")
 
 
-@pytest.mark.parametrize(("call", "says"), [
-    ("resolve(data=1, sequence=1, tensor=2, num_ranks=1)", "or start 2 ranks"),
-])  # fmt: skip
 def test_too_few_ranks_are_told_as_an_argument(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, says: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code = f"""
+    code = """
 from megarl.parallel.layout import resolve
 try:
-    {call}
+    resolve(data=1, sequence=1, tensor=2, num_ranks=1)
 except ValueError as error:
-    sys.exit(print(f"megarl: error: {{error}}", file=sys.stderr) or 2)
+    sys.exit(print(f"megarl: error: {error}", file=sys.stderr) or 2)
 """
     monkeypatch.setattr(sys, "executable", stand_in(tmp_path, code))
-    with pytest.raises(ValueError, match=rf"{says} \(the argument ranks\)$"):
+    with pytest.raises(ValueError, match=r"or start 2 ranks \(the argument ranks\)$"):
         Trainer(recipe(tmp_path)).train()
 
 

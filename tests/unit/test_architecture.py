@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,7 @@ def app(module: str) -> str:
     return parts[2] if parts[1:2] == ["apps"] and len(parts) > 2 else ""
 
 
+@cache
 def imported(path: Path, *, for_types: bool = False) -> set[str]:
     """Dotted names that a file imports, anywhere in it but under TYPE_CHECKING, or there too with
     `for_types`.

@@ -172,7 +172,7 @@ def packings() -> Iterator[tuple[list[int], tuple[int, int], int]]:
     """(tokens of each document, heads, seed): rows of one token, empty documents, long and short."""
     draw = random.Random(3)
     fixed = [[1], [1, 1, 1], [256], [255, 1], [0, 5, 0], [300, 0, 1], [512, 512], [0, 257]]
-    for seed in range(40):
+    for seed in range(16):
         lengths = [draw.choice([0, 1, 2, 40, 300]) for _ in range(draw.randint(1, 7))]
         lengths = [draw.randint(0, most) for most in lengths] if seed % 2 else lengths
         lengths = fixed[seed] if seed < len(fixed) else [*lengths, draw.randint(1, 90)]
@@ -198,7 +198,7 @@ def wanted_bounds(lengths: list[int]) -> tuple[list[int] | None, int]:
 
 @pytest.mark.parametrize(("lengths", "heads", "seed"), list(packings()))
 def test_packed_rows(cudnn: Cudnn, lengths: list[int], heads: tuple[int, int], seed: int) -> None:
-    """40 packings: what cuDNN is given, and output and gradients through torch's own autograd."""
+    """16 packings: what cuDNN is given, and output and gradients through torch's own autograd."""
     draw = torch.Generator().manual_seed(seed)
     starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     counts, scale = (heads[0], heads[1], heads[1], heads[0]), 0.1 + 0.05 * (seed % 5)
@@ -222,9 +222,9 @@ def test_packed_rows(cudnn: Cudnn, lengths: list[int], heads: tuple[int, int], s
 
 
 @pytest.mark.parametrize("cudnn", ["lse by token"], indirect=True)
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_rings_of_two(cudnn: Cudnn, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """40 packings: every piece without a mask is one call forward and one backward, which is given
+    """12 packings: every piece without a mask is one call forward and one backward, which is given
     the log-sum-exp over both ranks' keys, or the gradients would be wrong.
     """
     monkeypatch.setattr(mask_regions, "SMALL_SCORES", 0)
@@ -363,7 +363,7 @@ def test_what_auto_takes(
 
 @pytest.mark.parametrize(("installed", "wanted"), [("right", "flash_attn"), ("wrong", "torch")])
 @pytest.mark.parametrize("keeps", [True, False])
-@pytest.mark.parametrize("factor", [0.5, 1.2, float("nan")])
+@pytest.mark.parametrize("factor", [1.2, float("nan")])
 @pytest.mark.parametrize("cudnn", ["lse by token"], indirect=True)
 def test_auto_falls_back_from_a_wrong_kernel(
     cudnn: Cudnn, gpu: Callable[..., torch.device], factor: float, keeps: bool, installed: str,

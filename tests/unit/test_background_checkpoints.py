@@ -212,15 +212,6 @@ def test_before_an_error_ends_the_run_ranks_wait_for_the_commit(
     assert "writing the checkpoint of step 7" in said and "step 7 is saved" in said
 
 
-def test_a_full_disk_is_told_at_the_end() -> None:
-    """Other ranks wait for what comes after."""
-    files = RankFiles(Path("/dev"))
-    files.create(Path("/dev/full")).write(torch.ones(10_000_000).numpy().data)
-    assert "No space left on device" in files.problem
-    with pytest.raises(OSError, match="No space left on device"):
-        files.finish()
-
-
 @pytest.mark.parametrize("version", [1, 2])
 def test_the_memory_of_a_container_is_seen_from_a_group_below(
     version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

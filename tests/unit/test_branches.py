@@ -93,30 +93,6 @@ def test_a_tree_by_hand() -> None:
     assert saved_tokens(micro.starts.tolist(), micro.parents, micro.begins) == 5 + 6
 
 
-def test_a_group_shares_its_prompt_beside_its_branches() -> None:
-    """An answer that is tried twice from the prompt on: the prompt's last token is a copy."""
-    twice = [segment([11]), environment([]), segment([12, 13])]
-    tries = [environment([]), segment([11]), environment([], follows=0), segment([12, 13])]
-    samples = samples_of(group(0, [1, 2, 3], tries, twice))
-    assert samples.branches.tolist() == [[4, 2]]
-    micro = pack(samples, CPU, share="on")
-    want = [[1, 2], [3, 11], [3, 12, 13], [3, 11, 12, 13]]
-    assert micro.token_ids.tolist() == [token for part in want for token in part]
-    assert (micro.parents, micro.begins) == ((-1, 0, 0, 0), (0, 2, 2, 2))
-    assert micro.sample_ids.tolist() == [-1] * 2 + [0] * 5 + [1] * 4
-    assert micro.ends.tolist() == [6, 10]
-
-
-def test_a_branch_may_go_on_where_nothing_else_does() -> None:
-    """Segments in turn of two conversations: each is one document, without copies."""
-    two = [segment([11]), environment([31], follows=-1), segment([12]), environment([21], follows=0),
-           segment([13]), segment([14], follows=2)]  # fmt: skip
-    micro = pack(samples_of(group(0, [1], two)), CPU)
-    assert micro.token_ids.tolist() == [1, 11, 21, 13, 31, 12, 14]
-    assert micro.starts.tolist() == [0, 4, 7] and micro.parents == ()
-    assert micro.places[micro.mask].tolist() == [1, 5, 3, 6]
-
-
 def test_a_turn_that_is_tried_twice_again_and_again_is_one_level_deep() -> None:
     """Two answers to each of 40 observations, the second of which is gone on with."""
     made = [environment([20])]
@@ -275,21 +251,6 @@ def test_a_file_without_trees_has_no_branches(tmp_path: Path) -> None:
     batch = dealt([group(0, [1, 2], [segment([3, 4])])]).share(0)
     write_batch(batch_file(tmp_path, 0, 0), batch, num_data_ranks=1)
     assert read_batch(batch_file(tmp_path, 0, 0))[0].samples[0].branches.shape == (0, 2)
-
-
-def test_sequences_of_a_tree_have_the_same_trained_tokens() -> None:
-    """What other tests compare with: `lineages`."""
-    samples = samples_of(group(0, [1, 2, 3], TWO_ANSWERS))
-    rows, places, members = lineages(samples)
-    assert members == [[0, 1, 2, 3]]
-    spans = [slice(*rows.offsets[n : n + 2]) for n in range(4)]
-    assert [rows.token_ids[span].tolist() for span in spans] == [
-        [1, 2, 3, 11, 12, 21, 22, 13, 14, 15],
-        [1, 2, 3, 11, 12, 21, 22, 16],
-        [31, 32, 17],
-        [1, 2, 3, 11, 12, 23, 18, 19],
-    ]
-    assert sorted(places[rows.mask].tolist()) == np.flatnonzero(samples.mask).tolist()
 
 
 def test_transcripts_say_what_each_turn_follows_and_got() -> None:

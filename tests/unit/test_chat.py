@@ -31,20 +31,14 @@ def test_each_line_is_a_question(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(questions(None)) == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["m", "--max-tokens", "0"], "--max-tokens is at least 1"),
-        (
-            ["m", "--max-tokens", "x"],
-            "megarl chat: --max-tokens has an invalid int value: 'x'; see",
-        ),
-        (["m", "--temperature", "-1"], "--temperature 0 to 100"),
-        (["m", "--temperature", "nan"], "--temperature 0 to 100"),
-        ([], "the following arguments are required: model"),
-        (["/nowhere/m", "--prompt", "?"], "there is no such folder here"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    (["m", "--max-tokens", "0"], "--max-tokens is at least 1"),
+    (["m", "--max-tokens", "x"], "megarl chat: --max-tokens has an invalid int value: 'x'; see"),
+    (["m", "--temperature", "-1"], "--temperature 0 to 100"),
+    (["m", "--temperature", "nan"], "--temperature 0 to 100"),
+    ([], "the following arguments are required: model"),
+    (["/nowhere/m", "--prompt", "?"], "there is no such folder here"),
+])  # fmt: skip
 def test_mistakes_are_one_line(words: list[str], said: str) -> None:
     with pytest.raises(UserError, match=said):
         main(words)

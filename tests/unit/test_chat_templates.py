@@ -720,23 +720,6 @@ def test_bare_texts_for_a_chat_model_are_said(tmp_path: Path) -> None:
     assert warnings("rain?", chatml) == ["", "", ""]
 
 
-def test_an_end_in_a_text_is_not_doubled(tmp_path: Path) -> None:
-    tokenizer: Any = tokenizer_of(CHATML)
-    marks = ("", "<|im_end|>", "<|endoftext|>", "<|im_end|>\n", "<|im_end|> <|endoftext|>\n\n")
-    ends = [f"yes{end}" for end in marks]
-    source = written(tmp_path, *({"prompt": "q", "response": text} for text in ends))
-    for template, end in (
-        ("chat", "<|im_end|>"), ("rendered", "<|im_end|>"), ("none", "<|endoftext|>")
-    ):  # fmt: skip
-        rows = load(DemonstrationsConfig, source, tokenizer, template=template, shuffle=False)
-        found = [tokenizer.decode(rows.at(n).response_ids) for n in range(len(ends))]
-        assert ("demonstrations.template is none" in rows.warning) == (template == "none")
-        want = [f"yes{end}"] * len(ends)
-        if template == "none":
-            want = [f"{text}{end}" for text in ends[:2]]
-        assert found[: len(want)] == want
-
-
 def test_many_ends_in_a_text_are_read_once() -> None:
     """Of an agent's body of 2 MB, which would otherwise stop the gateway for hours."""
     tokenizer: Any = tokenizer_of(CHATML)

@@ -45,6 +45,7 @@ def test_a_benchmark_takes_its_options(step: ClusterStep, monkeypatch: pytest.Mo
     assert args.dtype == "bfloat16" and 0 not in args.zero
 
 
+@pytest.mark.nightly  # dry runs are in test_launch.py and test_plan_text.py
 @pytest.mark.parametrize("plan", PLANS)
 def test_what_can_be_planned_is_planned(plan: str) -> None:
     words = shlex.split(plan)

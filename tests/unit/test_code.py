@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import re
 import time
 from collections.abc import Callable
@@ -23,7 +22,6 @@ from megarl.apps.verifiers.code.code_tests import (
     same_value,
 )
 from megarl.apps.verifiers.code.code_verifier import check_rows, code, say_protection
-from megarl.apps.verifiers.code.program_server import decode, encode
 from megarl.apps.verifiers.code.sandbox import Sandbox
 from megarl.environments.scores import BadScore, Score
 from megarl.settings.code import CodeConfig
@@ -100,9 +98,6 @@ def test_problems_of_every_form(verify: Verify, form: str) -> None:
         wrong = right.replace("math.gcd(a, b)", "a - 2").replace("gcd(a, b)", "a - 2")
         assert verify(row, right).reward == 1.0, right
         assert verify(row, wrong).reward == 0.0, wrong
-
-
-# name: (expression of a and b that is right, one that is wrong for most, kind of arguments)
 
 
 def test_the_share_of_tests(partial: Verify) -> None:
@@ -264,13 +259,6 @@ def test_a_name_that_is_there_without_an_import_is_no_solution(verify: Verify) -
     assert verify(row, "from math import gcd").reward == 1.0
 
 
-def test_forgeries_work_where_tests_run_in_the_programs_process() -> None:
-    """What the forms `asserts` and `check` would be without a process for the checker."""
-    for how in ("is equal to all", "an int that is equal to all", "a text that is equal to all"):
-        namespace: dict[str, Any] = {}
-        exec(FORGERIES[how] + "\nassert f(1) == 86420975", namespace)
-
-
 def test_replies_that_break_a_reader_are_wrong(verify: Verify) -> None:
     for reply in ("[" * 100_000, '{"value": {"t": "kept", "v": 0}}', '{"value": {"t": "x"}}', "1e999", "\xff", '{"value": {"t": "range", "v": [0, 0, 0]}}', '{"value": {"t": "set", "v": [[1]]}}'):  # fmt: skip
         program = (
@@ -384,17 +372,6 @@ def test_a_program_does_not_replace_what_its_tests_call(verify: Verify) -> None:
     assert verify(check, replaced).reward == 0.0
 
 
-def test_check_uses_what_the_prompt_defines(verify: Verify) -> None:
-    row = {
-        "prompt": "def encode(text):\n    return text[::-1]\n\n\ndef decode(text: str):\n    '''Undo.'''\n",
-        "entry_point": "decode",
-        "test": "def check(candidate):\n    for text in ('abc', ''):\n        assert candidate(encode(text)) == text\n",
-    }
-    assert verify(row, "    return text[::-1]").reward == 1.0
-    assert verify(row, "    return text").reward == 0.0
-    assert verify(row, "```python\ndef decode(text): return text[::-1]\n```").reward == 1.0
-
-
 CHECK = "def check(candidate):\n    assert candidate(1, 2) == 3\n"
 PROMPTS = {
     "text around the code": "Complete this function:\n\ndef add(a, b):\n    '''Add.'''\n",
@@ -432,21 +409,6 @@ def test_a_prompt_may_end_with_the_indentation_of_the_body(verify: Verify) -> No
     for body in ("return a + b", "    return a + b", "\n    return a + b"):
         assert verify(row, body).reward == 1.0
         assert verify(row, body.replace("+", "-")).reward == 0.0
-
-
-def test_values_travel_unchanged() -> None:
-    kept: list[Any] = []
-
-    def keep(value: Any) -> int:
-        kept.append(value)
-        return len(kept) - 1
-
-    values = [None, True, 3, 2**70, 0.1, "é\n", [1, [2]], (1, (2,)), {1: {2, 3}}, b"\xff", 2j, {}]
-    for value in [*values, math.inf]:
-        again = decode(json.loads(json.dumps(encode(value, keep))), kept.__getitem__)
-        assert again == value and type(again) is type(value) and not kept
-    thing = object()
-    assert decode(encode([thing], keep), kept.__getitem__) == [thing]
 
 
 @pytest.mark.parametrize(("found", "expected", "same"), [

@@ -140,13 +140,6 @@ def test_a_plain_number_is_read_in_any_dress(value: int, dress: str) -> None:
     assert plain_number(dress.format(value)) == value
 
 
-def test_a_reference_that_is_no_mathematics_is_said() -> None:
-    with pytest.raises(
-        ValueError, match=r"row 4 is not mathematics; set environment.verifier to 'exact_match'"
-    ):
-        ask(EnvironmentConfig(verifier="math"), "", "5")
-
-
 NEEDED: dict[str, dict[str, Any]] = {
     "regex": {"regex": RegexConfig(pattern="[0-9]+")},
     "json_schema": {"json_schema": JsonSchemaConfig(schema='{"type": "array"}', value="0")},
@@ -202,8 +195,6 @@ def test_a_verifier_that_cannot_be_loaded_stops_the_run(
     full = name.format(own=own, folder=tmp_path)
     with pytest.raises(ValueError, match=BAD[name]):
         run(EnvironmentConfig(verifier=full), Environment.start)
-    with pytest.raises(ValueError, match=BAD[name]):
-        together(EnvironmentConfig(verifier=full), "7", "7")
 
 
 # The pool

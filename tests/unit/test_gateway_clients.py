@@ -289,16 +289,11 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("chat/completions", {"tools": [TOOL], "tool_choice": "required"}, "set it to auto"),
     ("chat/completions", {"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "set it to"),
     ("chat/completions", {"model": "gpt"}, "does not exist; ask for `policy`"),
-    ("chat/completions", {"messages": "hello"}, "messages"),
     ("chat/completions", {"messages": []}, "`messages` is empty"),
     ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, ""),
     ("chat/completions", {"stop": ["x", ""]}, "`stop` has 2 texts, 1 of them empty"),
     ("chat/completions", {"logprobs": True}, "`logprobs` is not supported"),
-    (
-        "chat/completions",
-        {"response_format": {"type": "json_object"}},
-        "`response_format` is not supported",
-    ),
+    ("chat/completions", {"response_format": {"type": "json_object"}}, "`response_format` is not supp"),
     ("chat/completions", {"frequency_penalty": 0.5}, "`frequency_penalty` is not supported"),
     ("chat/completions", {"n": 1000}, "`n` is 1000"),
     ("chat/completions", {"max_tokens": 0}, "`max_tokens` is 0"),
@@ -306,11 +301,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "Unsupported input item"),
     ("responses", {"previous_response_id": "x"}, "send the whole conversation as `input`"),
     ("responses", {"tools": [FUNCTION]}, "`tools.0` is no tool with a `type`"),
-    (
-        "responses",
-        {"tools": [{"type": "namespace", "tools": [SHELL]}]},
-        "namespace of tools, has no",
-    ),
+    ("responses", {"tools": [{"type": "namespace", "tools": [SHELL]}]}, "namespace of tools, has no"),
     ("responses", {"tools": [SHELL], "tool_choice": {"type": "local_shell"}}, "set it to auto"),
     ("responses", {"tools": 5}, "`tools` is no list"),
     ("responses", {"max_output_tokens": 0}, "`max_output_tokens` is 0"),
@@ -321,7 +312,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("messages", {"output_config": {"format": {"schema": BARE}}}, "`output_config.format` is"),
     ("messages", {"messages": [*CHAT, {"role": "assistant", "content": "{"}]}, "end `messages`"),
     ("messages", {"system": [{"type": "document"}]}, "system.0.type: Input should be 'text'"),
-]
+]  # fmt: skip
 
 
 def told(answer: httpx.Response, path: str) -> str:
@@ -365,11 +356,6 @@ async def test_one_error_of_the_form(codec: Codec, tmp_path: Path) -> None:
             assert answer.status_code == status, change
         answer = await found.post("/v1/chat/completions", b"x" * (5 * 2**20))
         assert answer.status_code == 413
-        with pytest.raises(openai.BadRequestError) as raised:
-            await found.openai.chat.completions.create(
-                model="policy", messages=[{"role": "user", "content": "1" * 500}]
-            )
-        assert raised.value.code == "context_length_exceeded"
 
 
 def test_a_request_is_read_up_to_its_first_wrong_item() -> None:
@@ -395,20 +381,6 @@ async def test_a_template_without_tools(codec: Codec, tmp_path: Path) -> None:
             with pytest.raises(openai.BadRequestError, match="does not show them to the model"):
                 await ask(model="policy", messages=CHAT, tools=[TOOL])
         assert (await ask(model="policy", messages=CHAT)).choices[0].message.content == "3"
-
-
-async def test_arguments_that_are_no_object(codec: Codec, tmp_path: Path) -> None:
-    """Anthropic's form has an object all the same."""
-    async with gateway(codec, tmp_path) as found:
-        found.says = f'<tool_call>{{"name": "add", "arguments": [3]}}</tool_call>{END}'
-        made = await found.anthropic.messages.create(
-            model="policy",
-            messages=CHAT,
-            max_tokens=99,
-            tools=[{"name": "add", "input_schema": BARE}],
-        )
-        (use,) = [one for one in made.content if one.type == "tool_use"]
-        assert use.input == {"arguments": [3]}
 
 
 async def test_one_call_at_a_time(codec: Codec, tmp_path: Path) -> None:

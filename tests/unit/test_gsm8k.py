@@ -144,12 +144,3 @@ def test_whole_numbers_of_float_columns_are_written_as_such(value: Any, text: st
 def test_answers_that_are_no_numbers_are_refused_with_their_row(value: Any) -> None:
     with pytest.raises(ValueError, match="row 3: the answer is"):
         text_of(value, what="the answer", place="row 3")
-
-
-def test_answers_of_a_float_column_equal_whole_numbers(tmp_path: Path) -> None:
-    rows = [{"prompt": "70 + 2", "answer": 72.0}, {"prompt": "1 / 2", "answer": 0.5}]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "floats.parquet")
-    read = PromptsConfig(source=str(tmp_path / "floats.parquet"), shuffle=False)
-    prompts = list(load_prompts(read, tokenizer(), seed=1))
-    exact = load_verifier(EnvironmentConfig())
-    assert [ask(exact, *pair) for pair in zip(prompts, ("72", "0.5"), strict=True)] == [1.0, 1.0]

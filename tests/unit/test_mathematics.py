@@ -200,16 +200,12 @@ def test_unevaluated_expressions_may_be_allowed() -> None:
 OPERATIONS: dict[str, tuple[list[str], Callable[[Fraction, int], Fraction]]] = {
     "plus": (["{} + {}"], operator.add),
     "minus": (["{} - {}", "{} \u2212 {}"], operator.sub),
-    "times": (
-        ["{} * {}", "{} \u00d7 {}", "{} \u00b7 {}", "{} \\times {}", "{} x {}"],
-        operator.mul,
-    ),
-    "divided by": (
-        ["{} / {}", "{} \u00f7 {}", "{} \\div {}", "\\frac{{{}}}{{{}}}"],
-        operator.truediv,
-    ),
+    "times": (["{} * {}", "{} \u00d7 {}", "{} \u00b7 {}", "{} \\times {}", "{} x {}"],
+     operator.mul),
+    "divided by": (["{} / {}", "{} \u00f7 {}", "{} \\div {}", "\\frac{{{}}}{{{}}}"],
+     operator.truediv),
     "to the power of": (["{}^{}", "{} ** {}", "{}^{{{}}}"], operator.pow),
-}
+}  # fmt: skip
 """{operation in words: (ways to write it, function)}"""
 
 

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
-import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.commands import tiny_run, write_rows
 from support.environments import run
-from support.reward_servers import Answer, Scripted, serving
 from support.tiny import groups, write_model
 
 from megarl.data.order import Interleaving, Order
@@ -197,18 +192,6 @@ def test_each_response_is_scored_by_its_rows_verifier(tmp_path: Path) -> None:
     assert other.failure == "error" and "math, letter, own, sum" in other.detail
 
 
-def test_a_reward_server_is_one_of_the_verifiers() -> None:
-    app = Scripted(lambda number, samples: Answer(), score=lambda sample: 0.25)
-    with serving(app) as url:
-        both = NamedVerifierConfig(rewards={"math": 1.0, url: 2.0})
-        entries = {"far": NamedVerifierConfig(verifier=url), "sum": both}
-        config = EnvironmentConfig(mixture=NAMED | entries)
-        asked = [(prompt(name), "\\boxed{0.5}") for name in ("math", "far", "sum")]
-        assert [one.reward for one in ask(config, asked)] == [1.0, 0.25, 1.5]
-    samples = [one for request in app.requests for one in request]
-    assert len(samples) == 2 and "environment" not in samples[0]["prompt"]
-
-
 def test_metrics_of_each_source() -> None:
     drawn, names = groups(3, 2), ("math", "code", "math")
     named = [
@@ -347,65 +330,6 @@ def test_thirds_written_with_six_digits_are_thirds() -> None:
         PromptsConfig(sources=(part, part, part))
     found = Interleaving([exact(0.333333)] * 3)
     assert Counter(found.at(n)[0] for n in range(3000)) == {0: 1000, 1: 1000, 2: 1000}
-
-
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-HOW_TO = ("builtin_verifiers", "reward_programs")
-SHOWN = [
-    (page, yaml.safe_load(text))
-    for page in (
-        "data.md",
-        "from_others.md",
-        "rewards.md",
-        *(f"howto/{name}.md" for name in HOW_TO),
-    )
-    for text in re.findall(r"```yaml[^\n]*\n(.*?)```", (DOCS / page).read_text(), re.S)
-    if not re.search(r"^(task|judge|demonstrations):|^[^#]*(\"http|reasoning_gym:)", text, re.M)
-]
-"""(page, recipe) of every example about data and rewards that needs no server."""
-
-
-@pytest.fixture(scope="module")
-def shown_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the files that examples name, and a model with a chat template."""
-    folder = tmp_path_factory.mktemp("shown")
-    write_model(folder / "model", max_position_embeddings=4096)
-    (folder / "model" / "chat_template.jinja").write_text(
-        "{% for turn in messages %}{{ turn.content }}{% endfor %}"
-    )
-    rows = {
-        "gsm8k.jsonl": [{"prompt": "2+2", "answer": "2+2=4 #### 4", "question": "2"}] * 5,
-        "mmlu.jsonl": [{"prompt": "2", "question": "2", "choices": ["3", "4"], "answer": 1}] * 5,
-        "a.jsonl": [{"prompt": "2", "answer": "4", "test_list": ["assert f() == 1"]}] * 5,
-        **dict.fromkeys(
-            ("problems.jsonl", "held_out.jsonl"), [{"question": "2", "answer": "4"}] * 5
-        ),
-    }
-    for name, part in rows.items():
-        write_rows(folder / name, part)
-    tests = [{"task": "f", "tests": [{"input": "1", "output": "1"}]}] * 5
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(tests), folder / "code.parquet")
-    for name, function in set(re.findall(r"(\w+\.py):(\w+)", yaml.safe_dump(SHOWN))):
-        with (folder / name).open("a") as file:
-            file.write(f"def {function}(prompt, response):\n    return 1.0\n")
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("page", "shown"), SHOWN, ids=[f"{page} {number}" for number, (page, _) in enumerate(SHOWN)]
-)
-def test_recipes_of_the_pages_pass_the_checks(
-    page: str, shown: dict[str, Any], shown_files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(shown_files)
-    monkeypatch.setenv("OPENAI_API_KEY", "none")
-    whole = tiny_run(shown_files, Path("model"), 3) | {"evaluation": {}, "environment": {}}
-    whole["prompts"] = {"source": "a.jsonl"}
-    whole |= shown
-    whole["prompts"]["max_prompt_tokens"] = 64
-    whole["training"]["micro_batch_tokens"] = 128
-    inputs = plan_run(recipes.from_tree(RunConfig, whole, where="recipe"), 1)
-    assert inputs.prompts is not None and len(inputs.prompts) in (5, 10)
 
 
 @pytest.mark.parametrize("verifier", ["code", "length"])

@@ -130,30 +130,16 @@ def spoil(bundle: Path, change: str) -> None:
             (bundle / "env").mkdir()
 
 
-@pytest.mark.parametrize(
-    ("change", "gpu", "message"),
-    [
-        ("damaged", "NVIDIA H200, 9.0, 580.82.07", "part-001.gz is damaged; copy again"),
-        ("missing", "NVIDIA H200, 9.0, 580.82.07", "part-001.gz is missing; copy again"),
-        (
-            "",
-            "NVIDIA A100, 8.0, 580.82.07",
-            "NVIDIA A100 has compute capability 8.0; the bundle is for 9.0: make one",
-        ),
-        (
-            "",
-            "NVIDIA H200, 9.0, 535.1.2",
-            "the driver is 535.1.2, and the bundle needs 580 or newer;",
-        ),
-        (
-            "",
-            "No devices were found",
-            "nvidia-smi finds no GPU; --any-gpu unpacks without one",
-        ),
-        ("python", "NVIDIA H200, 9.0, 580.82.07", "; call it with Python 2."),
-        ("there", "NVIDIA H200, 9.0, 580.82.07", "exists; remove it, or name another folder"),
-    ],
-)
+@pytest.mark.parametrize(("change", "gpu", "message"), [
+    ("damaged", "NVIDIA H200, 9.0, 580.82.07", "part-001.gz is damaged; copy again"),
+    ("missing", "NVIDIA H200, 9.0, 580.82.07", "part-001.gz is missing; copy again"),
+    ("", "NVIDIA A100, 8.0, 580.82.07",
+     "NVIDIA A100 has compute capability 8.0; the bundle is for 9.0: make one"),
+    ("", "NVIDIA H200, 9.0, 535.1.2", "the driver is 535.1.2, and the bundle needs 580 or newer;"),
+    ("", "No devices were found", "nvidia-smi finds no GPU; --any-gpu unpacks without one"),
+    ("python", "NVIDIA H200, 9.0, 580.82.07", "; call it with Python 2."),
+    ("there", "NVIDIA H200, 9.0, 580.82.07", "exists; remove it, or name another folder"),
+])  # fmt: skip
 def test_what_is_not_unpacked(bundle: Path, change: str, gpu: str, message: str) -> None:
     """One line says why, and nothing is written."""
     spoil(bundle, change)

@@ -57,21 +57,6 @@ def test_texts(tokenizer: Any, tmp_path: Path) -> None:
 
 USER, TURN = [{"role": "user", "content": "1+2"}], {"role": "assistant", "content": "3"}
 WORSE = {"role": "assistant", "content": "4"}
-CHATS: dict[str, dict[str, Any]] = {
-    "texts": {"prompt": "1+2", "chosen": "3", "rejected": "4"},
-    "turns": {"prompt": USER, "chosen": [TURN], "rejected": [WORSE]},
-    "conversations": {"chosen": [*USER, TURN], "rejected": [*USER, WORSE]},
-    # As in HuggingFaceH4/ultrafeedback_binarized, whose prompt is the text of the first turn.
-    "UltraFeedback": {"prompt": "1+2", "chosen": [*USER, TURN], "rejected": [*USER, WORSE],
-     "messages": [*USER, TURN], "score_chosen": 8.5},
-    "JSON in a text": {"prompt": "1+2", "chosen": json.dumps([TURN]), "rejected": "4"},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", CHATS)
-def test_chats(name: str, tokenizer: Any, tmp_path: Path) -> None:
-    rows = load(tokenizer, tmp_path, [CHATS[name]], template="chat")
-    assert texts(tokenizer, rows, 0) == ("1+2=", "3<eos>", "4<eos>"), "nothing behind <eos>"
 
 
 def test_margins(tokenizer: Any, tmp_path: Path) -> None:

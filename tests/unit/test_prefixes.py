@@ -178,19 +178,6 @@ def test_groups_behind_one_system_prompt_fill_few_packed_sequences() -> None:
     assert sum(map(even.tokens, rows)) <= own + len(rows) * (2001 + 49)
 
 
-def test_what_three_samples_share_may_be_too_little_for_two() -> None:
-    """The 29 tokens before two of them save less than a quarter of these two, who fit together only
-    if they share.
-    """
-    prompts = [[1] * 27 + [10] * 3, [1] * 27 + [10] * 3, [1] * 27 + [11] * 5]
-    rests = enumerate(zip(prompts, (20, 37, 40), strict=True))
-    samples = samples_of([(one + [100 + n] + [7] * rest, len(one)) for n, (one, rest) in rests])
-    even = FamilyBalance(sizes_of(samples, "on"), 1 / 4)
-    assert even.tokens([0, 1]) == 51 + 68 and even.tokens([0, 1, 2]) < 51 + 68 + 73 - 2 * 25
-    (rows,) = even.rows_in_step([range(3)], 107)
-    assert all(even.tokens(row) <= 107 for row in rows)
-
-
 def test_conversations_stay_on_one_rank() -> None:
     """Eight system prompts of four groups each: on four ranks, each is computed by one or two."""
     samples = nested(8, 4, 4, (1000, 50, 64))
@@ -292,16 +279,6 @@ def test_families_are_dealt_out_whole_within_the_budget(
         assert all(even.tokens(some) <= budget or len(some) == 1 for some in row)
     # Sharing never asks for more than repeating the prefixes, but for what keeps ranks even.
     assert sum(map(even.tokens, dealt)) <= sum(size.length for size in sizes)
-
-
-def test_pairs_of_a_prompt_that_is_not_worth_sharing_stay_within_the_budget() -> None:
-    """Two pairs of one prompt: the short one shares 10 tokens, all four samples do not."""
-    tokens = [[*range(10), *([20 + n] * length)] for n, length in enumerate([40, 40, 4990, 4990])]
-    samples = samples_of([(ids, 11) for ids in tokens])
-    pairs = balance_of(samples, "auto", together=2)
-    assert [pairs.tokens([0]), pairs.tokens([1]), pairs.tokens([0, 1])] == [90, 10_000, 10_100]
-    (rows,) = pairs.rows_in_step([[0, 1]], 10_090)
-    assert rows == [[1], [0]] or rows == [[0], [1]]
 
 
 def test_a_long_response_leaves_the_others_their_prompt() -> None:

@@ -19,13 +19,11 @@ import pyarrow.parquet
 import pytest
 from support.chat_templates import Family, tokenizer_of
 from support.commands import write_rows
-from support.documented import block
 from tokenizers import processors
 
 from megarl.data.demonstrations import load_demonstrations
 from megarl.data.rows import READERS, fingerprint
 from megarl.data.source import load_prompts
-from megarl.settings.config import SftConfig, read
 from megarl.settings.data import DemonstrationsConfig, PromptsConfig
 
 TEMPLATE = (
@@ -714,29 +712,6 @@ def test_prompts_of_others_are_recognised(
         prompts(both)
     (found,) = prompts(both, prompt_column="problem")
     assert found.text == "3" and capfd.readouterr().err == ""
-
-
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-SHOWN = {
-    "demonstrations": [{"prompt": "2+2=", "response": "4"}],
-    "data_of_others": [{"conversations": SHAREGPT}],
-    "chats_and_tools": [{"messages": turns("user", "2+2=", "assistant", "4"), "tools": [TOOL]}],
-}
-"""{name of a block of the documentation: rows of its file}"""
-WITH_ALL = "{% if enable_thinking %}think{% endif %}{{ tools or '' }}"
-
-
-@pytest.mark.parametrize("name", SHOWN)
-def test_demonstrations_of_the_documentation_are_read(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("recipe.yaml").write_text(block(f"yaml {name}"))
-    words = ["--folder", "x", "--model.path", "x"]
-    config = read(SftConfig, Path("recipe.yaml"), words).demonstrations
-    write(Path(config.source), SHOWN[name])
-    found = load_demonstrations(config, byte_tokenizer(template=WITH_ALL + TEMPLATE), seed=1)
-    assert len(found) == 1
 
 
 def test_several_files_are_one_source(tmp_path: Path) -> None:

@@ -2,33 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from support.rollouts import segment
 
 from megarl.checkpoints.adapter_files import adapter_bytes
-from megarl.rollout.requests import refuse_older
 from megarl.settings.training import LoraConfig
 from megarl.weights.weight_receipts import receipt_of_adapter, receipt_of_weights
-
-
-@pytest.mark.parametrize(("versions", "message"), [
-    ([(3, 1), (4, 1)], ""),
-    ([(2, 1), (3, 1)], "weights of version 2, although version 3"),
-    ([(-1, 2)], "weights of version -1"),
-    ([(3, 1)], "has sampled 2 tokens, but names the version of the weights for 1"),
-    ([], "for 0"),
-])  # fmt: skip
-def test_tokens_of_older_and_of_unnamed_weights_are_refused(
-    versions: list[tuple[int, int]], message: str
-) -> None:
-    answer = segment([1, 1], versions=versions)
-    refuse_older(answer, None, 0)
-    if not message:
-        refuse_older(answer, 3, 0)
-        return
-    with pytest.raises(RuntimeError, match=message):
-        refuse_older(answer, 3, 0)
 
 
 def test_receipts_tell_ranks_tensors_and_files_apart() -> None:

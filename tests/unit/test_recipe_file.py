@@ -221,12 +221,6 @@ def test_a_changed_copy_is_checked(tmp_path: Path) -> None:
     assert len({config.training, replace(config.training, zero_stage=0)}) == 1
 
 
-def test_the_resolved_recipe_reads_back(tmp_path: Path) -> None:
-    config = read(RunConfig, write(tmp_path, evaluation={"prompts": {"answer_after": "1e5"}}))
-    (tmp_path / "resolved.yaml").write_text(dump(config))
-    assert read(RunConfig, tmp_path / "resolved.yaml") == config
-
-
 @pytest.fixture
 def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with `home`, `work` (where the command runs) and `recipes`."""

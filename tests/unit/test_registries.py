@@ -22,18 +22,14 @@ EVERY_ADVANTAGE = ADVANTAGES | TOKEN_ADVANTAGES
 REGISTRIES: dict[str, tuple[Any, dict[str, Any], type, str]] = {
     "advantages": (objectives.ADVANTAGE, EVERY_ADVANTAGE, objectives.AlgorithmConfig, "advantage"),
     "losses": (objectives.LOSS, LOSSES, objectives.AlgorithmConfig, "loss"),
-    "aggregations": (
-        objectives.AggregationName,
-        AGGREGATIONS,
-        objectives.AlgorithmConfig,
-        "aggregation",
-    ),
+    "aggregations": (objectives.AggregationName, AGGREGATIONS, objectives.AlgorithmConfig,
+     "aggregation"),
     "kl": (objectives.KLName, KL_ESTIMATORS, objectives.KLConfig, "estimator"),
     "presets": (objectives.PresetName, {"": None, **PRESETS}, objectives.AlgorithmConfig, "preset"),
     "corrections": (objectives.CORRECTION, CORRECTIONS, objectives.CorrectionConfig, "kind"),
     "methods": (objectives.METHOD, METHODS, objectives.AlgorithmConfig, "method"),
     "filters": (FILTER, {"": None, **FILTERS}, RolloutConfig, "filter"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("registry", REGISTRIES)

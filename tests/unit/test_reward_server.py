@@ -28,7 +28,6 @@ from megarl.apps.serve.reward_server import Backend, RewardServer
 from megarl.apps.serve.serve_reward import server_token
 from megarl.data.source import PromptList
 from megarl.data.tokenizer import load_tokenizer
-from megarl.environments.codec import Codec
 from megarl.environments.judging import Judge
 from megarl.environments.scores import Outcome
 from megarl.environments.scoring import Environment
@@ -259,24 +258,6 @@ def test_scores_of_a_server_are_mapped_as_a_verifiers() -> None:
     assert "the reward server answered 3, but environment.correct and" in three.detail
 
 
-def test_token_ids_are_decoded_before_they_are_sent(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path)
-    tokenizer = load_tokenizer(str(tmp_path))
-    app = Scripted()
-
-    async def whole(url: str) -> None:
-        import numpy as np
-
-        environment = Environment(EnvironmentConfig(verifier=url), Codec.of(tokenizer))
-        tokens = np.asarray(tokenizer("3+4=7").input_ids, dtype=np.int32)
-        assert (await environment.score(PROMPT, tokens, 5, False)).correct
-        await environment.close()
-
-    with serving(app) as url:
-        asyncio.run(whole(url))
-    assert app.requests[0][0]["response"] == "3+4=7"
-
-
 def test_the_trial_before_a_run_says_what_to_set(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     rows = PromptListOf([replace(PROMPT, index=number) for number in range(5)])
@@ -358,21 +339,14 @@ def test_tokens_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
         server_token(named)
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        (
-            {"environment": EnvironmentConfig(correct=2.0)},
-            "environment.correct is 2.0, which is for the recipe of the training run",
-        ),
-        (
-            {"environment": EnvironmentConfig(session="a.py:B")},
-            "environment.session is .*, but a reward server scores single responses",
-        ),
-        ({"folder": ""}, "folder is empty"),
-        ({"environment": EnvironmentConfig(verifier="none")}, "every score would be 0"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "says"), [
+    ({"environment": EnvironmentConfig(correct=2.0)},
+     "environment.correct is 2.0, which is for the recipe of the training run"),
+    ({"environment": EnvironmentConfig(session="a.py:B")},
+     "environment.session is .*, but a reward server scores single responses"),
+    ({"folder": ""}, "folder is empty"),
+    ({"environment": EnvironmentConfig(verifier="none")}, "every score would be 0"),
+])  # fmt: skip
 def test_recipes_of_a_server_that_are_refused(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         ServeRewardConfig(**{"folder": "x"} | settings)

@@ -24,8 +24,6 @@ from megarl.errors import ProcessLost, UserError
 from megarl.observe.observer import Observer
 from megarl.rollout.attempts import Attempts, request_seed
 from megarl.rollout.batch import assemble, describe
-from megarl.rollout.dispatch.contract import Limits
-from megarl.rollout.dispatch.ordered import Ordered
 from megarl.rollout.evaluation import NUM_TRANSCRIPTS, failure_warning, pass_at_k, repeated_metrics
 from megarl.rollout.requests import EnginePool
 from megarl.rollout.service import RolloutService
@@ -52,13 +50,6 @@ from megarl.types import (
     StepReport,
     Verdict,
 )
-
-
-def test_without_rejections_the_rule_is_the_simple_one() -> None:
-    window = Ordered(Limits(per_step=4, max_draws=4, staleness=1, last_step=9, max_open=8))
-    while window.may_start():
-        window.start()
-    assert window.next == (0 + 1 + 1) * 4
 
 
 class Engine:
