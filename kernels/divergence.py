@@ -85,12 +85,14 @@ def _jensen_shannon(
 
 
 def _log_mixed(other: torch.Tensor, own: torch.Tensor, share: float) -> torch.Tensor:
-    """log(share x e^other + (1 - share) e^own) - own, also accurate near 0."""
+    """log(share x e^other + (1 - share) e^own) - own, for log-probs [R, V] of two distributions.
+    Also accurate where both are nearly equal, so that the result is near 0.
+    """
     difference = other - own
-    small = share * torch.expm1(difference.clamp(max=20.0))  # bounded: e^89 overflows float32
-    rest = torch.full_like(difference, math.log1p(-share))
-    mixed = torch.logaddexp(difference + math.log(share), rest)
-    return torch.where(small.abs() < 0.5, small.log1p(), mixed)
+    excess = share * torch.expm1(difference.clamp(max=20.0))  # bounded: e^89 overflows float32
+    own_term = torch.full_like(difference, math.log1p(-share))
+    log_ratio = torch.logaddexp(difference + math.log(share), own_term)
+    return torch.where(excess.abs() < 0.5, excess.log1p(), log_ratio)
 
 
 KINDS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], Terms]] = {

@@ -150,23 +150,25 @@ class _ExpertMlp(torch.autograd.Function):
             for weight, is_needed in zip(weights, needed[1:5], strict=True)
         ]
 
-        def add(number: int, experts: slice, counts: Sequence[int], grad: Any, values: Any) -> None:
-            """To the gradients of a weight and its bias."""
-            if needed[1 + number]:
-                gradients[number] = _put(gradients[number], experts, sums(grad, values, counts))
-            if needed[2 + number]:
+        def put(index: int, experts: slice, counts: Sequence[int], grad: Any, inputs: Any) -> None:
+            """Set the gradients of weight `index` and its bias, `index` + 1, for `experts`: from
+            the gradient [S, N] of the product's rows and from its `inputs` [S, K].
+            """
+            if needed[1 + index]:
+                gradients[index] = _put(gradients[index], experts, sums(grad, inputs, counts))
+            if needed[2 + index]:
                 bias = torch.stack([rows.sum(0) for rows in grad.split(counts)])
-                gradients[number + 1] = _put(gradients[number + 1], experts, bias)
+                gradients[index + 1] = _put(gradients[index + 1], experts, bias)
 
         for (experts, rows, counts), gate in zip(work.calls(), gates, strict=True):
             upper = gate.detach().requires_grad_()
             with torch.enable_grad():
                 inner = work.gate(upper)
             grad_out = grad[rows].contiguous()
-            add(2, experts, counts, grad_out, inner.detach())
+            put(2, experts, counts, grad_out, inner.detach())
             grad_inner = times(grad_out, weights[2][experts].transpose(-2, -1), counts)
             (grad_upper,) = torch.autograd.grad(inner, upper, grad_inner)
-            add(0, experts, counts, grad_upper, work.take(x, rows))
+            put(0, experts, counts, grad_upper, work.take(x, rows))
             if needed[0]:
                 grad_rows = times(grad_upper, weights[0][experts].transpose(-2, -1), counts)
                 grad_x = _put(grad_x, rows, grad_rows)

@@ -102,8 +102,8 @@ class BackwardSums(NamedTuple):
         owner: int | None,
         grad: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Add to `grad_q` the part of `kv`, as in `ForwardSums.add`. Returns the gradient of `kv`,
-        added to `grad`.
+        """Add to `grad_q` the gradient from attention to `kv` [Lk, 2, Hkv, D], keys first, of group
+        `owner`; None: of all. Returns the gradient of `kv`, added in place to `grad` if given.
         """
         if grad is None:
             grad = torch.zeros(kv.shape, dtype=self.grad_q.dtype, device=kv.device)

@@ -72,8 +72,9 @@ def gradient_(
     grad_logprobs: torch.Tensor,
     grad_entropy: torch.Tensor,
 ) -> None:
-    """Second pass: replace `logits` [C, V] in place by (g_logp (1[y] - p) - g_H p (log p + H)) /
-    temperature. Other tensors are [C], over the whole vocabulary.
+    """Second pass: replace `logits` [C, V] in place by their gradient, (g_logp (1[y] - p) - g_H p
+    (log p + H)) / temperature. `first`: vocabulary id of column 0. Other tensors are [C], over the
+    whole vocabulary: `m` is max z and `log_s` is log sum e^(z - m), with z = logits / temperature.
     """
     num_rows, vocabulary = logits.shape
     dtype = accumulator(logits.dtype)

@@ -193,25 +193,25 @@ def _bands(
 def _masked(
     rows: list[int], first: list[int], upto: list[int], a: int, b: int
 ) -> Iterator[MaskRegion]:
-    """Regions of the tile `rows[a:b]`: the common keys without a mask, and "edges" for every `TILE`
-    queries. Where that does not pay, or queries in the middle have no other keys, every `TILE`
-    queries and all their keys are "stairs".
+    """Regions of queries a to b - 1 of a band; query i attends to keys `first[i]` to `upto[i]` - 1.
+    Many common keys become one "full" region without a mask; the other keys are "edges", a
+    region for every `TILE` queries. Otherwise every `TILE` queries with all keys are "stairs".
     """
-    low, high = max(first[a:b]), upto[a]
+    low, high = max(first[a:b]), upto[a]  # the common keys
     has_others = [first[i] < low or upto[i] > high for i in range(a, b)]
-    # A region has no query without a key: those without others must be at the tile's ends.
-    ends = sum(x != y for x, y in itertools.pairwise([False, *has_others, False]))
-    is_split = b - a > TILE and high - low >= b - a and ends <= 2
+    # Every query of an "edges" region needs a key: queries with other keys must be one run.
+    changes = sum(x != y for x, y in itertools.pairwise([False, *has_others, False]))
+    is_split = b - a > TILE and high - low >= b - a and changes <= 2
     if is_split:
         yield MaskRegion(rows[a], rows[b - 1] + 1, low, high, "full")
     for begin in range(a, b, TILE):
-        some = range(begin, min(begin + TILE, b))
+        part = range(begin, min(begin + TILE, b))
         if not is_split:
-            span = (min(first[i] for i in some), upto[some[-1]], "stairs")
-            yield MaskRegion(rows[begin], rows[some[-1]] + 1, *span)
-        elif some := [i for i in some if has_others[i - a]]:
-            k0, k1 = min(low, *(first[i] for i in some)), max(high, upto[some[-1]])
-            yield MaskRegion(rows[some[0]], rows[some[-1]] + 1, k0, k1, "edges", (low, high))
+            span = (min(first[i] for i in part), upto[part[-1]], "stairs")
+            yield MaskRegion(rows[begin], rows[part[-1]] + 1, *span)
+        elif edge := [i for i in part if has_others[i - a]]:
+            k0, k1 = min(low, *(first[i] for i in edge)), max(high, upto[edge[-1]])
+            yield MaskRegion(rows[edge[0]], rows[edge[-1]] + 1, k0, k1, "edges", (low, high))
 
 
 def mask_regions_of(

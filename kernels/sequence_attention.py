@@ -126,8 +126,8 @@ def sequence_attention(
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of this rank's queries to earlier tokens of their documents, and of those
-    that these continue. Returns [L, Hq, D] in the dtype of q; differentiable once.
+    """Causal attention of this rank's queries to earlier tokens of their documents and of the
+    shared prefixes that these continue. Returns [L, Hq, D] in the dtype of q; differentiable once.
 
     Collective, forward and backward, also on ranks without tokens, whose loss must depend on the
     output.
@@ -135,8 +135,8 @@ def sequence_attention(
     Args:
         q, k, v: [L, Hq, D] and twice [L, Hkv, D], in the order of `plan`.
         plan: this rank is number `outer.rank * inner.size + inner.rank` of it.
-        inner: communication with the ranks of this Ulysses group.
-        outer: communication with the ranks of the same number in other groups.
+        inner: exchange of tokens for heads with the ranks of this Ulysses group.
+        outer: exchange of keys and values with the ranks of the same number in other groups.
         scale: factor of the scores before the softmax.
         transport: a name in `TRANSPORTS`.
         cap: soft cap; a scaled score s becomes cap tanh(s / cap). None for none.

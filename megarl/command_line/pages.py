@@ -63,7 +63,7 @@ def page(name: str, words: Sequence[str]) -> str:
     known = list(settings(kinds.get(str(written.get("task")), next(iter(kinds.values())))))
     if not topics:
         return "\n".join([*_about(name, command), "", *_overview(name, known)])
-    return "\n\n".join(_shown(setting, written) for setting in _chosen(topics[0], known))
+    return "\n\n".join(_setting_help(setting, written) for setting in _chosen(topics[0], known))
 
 
 def _about(name: str, command: Command) -> Iterator[str]:
@@ -133,8 +133,10 @@ def _chosen(topic: str, known: Sequence[Setting]) -> list[Setting]:
     return chosen
 
 
-def _shown(setting: Setting, written: Any) -> str:
-    """A setting with its value, its meaning and its possible values."""
+def _setting_help(setting: Setting, written: Any) -> str:
+    """Help on a setting: its value in the recipe `written` (nested dicts), or else its default; its
+    meaning and its possible values.
+    """
     if setting.is_section:
         return _paragraph(f"[{setting.key}] {setting.meaning}", "")
     value, default = written, as_yaml(setting.default)
@@ -143,7 +145,7 @@ def _shown(setting: Setting, written: Any) -> str:
     text = default if value is None else as_yaml(value)
     note = f"; default {default}" if text != default else ""
     lines = [_paragraph(f"{setting.key}: {text}", "")]
-    lines += [_paragraph(text, "    ") for text in (setting.meaning, f"({setting.values}{note})")]
+    lines += [_paragraph(more, "    ") for more in (setting.meaning, f"({setting.values}{note})")]
     return "\n".join(filter(None, lines))
 
 

@@ -45,8 +45,8 @@ class ControlTokens:
 
     @classmethod
     def of(cls, tokenizer: Any) -> ControlTokens:
-        """The added tokens of a transformers tokenizer that are special, or in brackets (`<think>`)
-        and no HTML.
+        """Control tokens of a transformers tokenizer: its added tokens, of two characters or more,
+        that are special, or in brackets (`<think>`) but not an HTML tag (`<b>`).
         """
         added = tokenizer.added_tokens_decoder.values()
         names = tuple(
@@ -58,7 +58,7 @@ class ControlTokens:
                 or (BRACKETED.fullmatch(token.content) and not HTML.fullmatch(token.content))
             )
         )
-        return _made(tokenizer, names, len(added))
+        return _cached(tokenizer, names, len(added))
 
     def as_text(self, text: str, names: Collection[str] | None = None) -> str:
         """`text` with a mark in each place where it spells a control token (of `names`; None: any),
@@ -153,7 +153,7 @@ class ControlTokens:
 
 
 @functools.lru_cache(maxsize=8)
-def _made(tokenizer: Any, names: tuple[str, ...], num_added: int) -> ControlTokens:
+def _cached(tokenizer: Any, names: tuple[str, ...], num_added: int) -> ControlTokens:
     """`ControlTokens` of a tokenizer with `num_added` added tokens. Cached: the first marked text
     copies the tokenizer.
     """

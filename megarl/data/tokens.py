@@ -120,11 +120,11 @@ def scored_tokens(
 def tokenised(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, add_special_tokens: bool
 ) -> Iterator[list[int]]:
-    """Yield the token ids of each text, which may be marked (see `megarl.data.control_tokens`).
-    `add_special_tokens`: let the tokenizer add its own; a beginning-of-sequence token is not
-    doubled. Raises `ValueError` if the tokenizer fails.
+    """Yield the token ids of each text. A `MARK` in it keeps a user's text from becoming a control
+    token (`megarl.data.control_tokens`). `add_special_tokens`: let the tokenizer add its own; a
+    beginning-of-sequence token is not doubled. Raises `ValueError` if the tokenizer fails.
     """
-    options: dict[str, Any] = {  # without masks, half the time
+    options: dict[str, Any] = {  # masks would double the time
         "add_special_tokens": add_special_tokens,
         "return_attention_mask": False,
         "return_token_type_ids": False,
@@ -136,9 +136,9 @@ def tokenised(
         with opening("the tokenizer cannot encode the data", fix="fetch the tokenizer again"):
             encoded = tokenizer(batch, **options).input_ids
         for number, text in marked.items():
-            control = ControlTokens.of(tokenizer)
-            encoded[number] = control.ids(text, add_special_tokens=add_special_tokens)
+            control_tokens = ControlTokens.of(tokenizer)
+            encoded[number] = control_tokens.ids(text, add_special_tokens=add_special_tokens)
         for ids in encoded:
             # A text may begin with the token that the tokenizer puts before every text.
-            twice = ids[:2] == [tokenizer.bos_token_id] * 2 and add_special_tokens
-            yield ids[1:] if twice else ids
+            is_doubled = ids[:2] == [tokenizer.bos_token_id] * 2 and add_special_tokens
+            yield ids[1:] if is_doubled else ids

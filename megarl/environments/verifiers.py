@@ -191,24 +191,25 @@ def load_verifier(
         return no_verifier(config)
     if not config.rewards:
         return loaded[config.verifier]
-    shown = short_names(list(named(config)))
+    short = short_names(list(named(config)))
     # A plain function may start an event loop of its own, so it is called outside of any.
     plain = [name for name in loaded if name in functions and not functions[name].is_async]
 
     def verify(prompt: Prompt, response: str) -> Awaitable[Score]:
-        answers: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         for name in plain:
-            with _naming(shown[name]):
-                answers[name] = loaded[name](prompt, response)
-        return total(prompt, response, answers)
+            with _naming(short[name]):
+                results[name] = loaded[name](prompt, response)
+        return total(prompt, response, results)
 
-    async def total(prompt: Prompt, response: str, answers: dict[str, Any]) -> Score:
+    async def total(prompt: Prompt, response: str, results: dict[str, Any]) -> Score:
+        """The weighted sum of all functions' scores. `results`: of the plain functions, by name."""
         parts = []
         for name, weight in weights.items():
-            with _naming(shown[name]):
-                answer = answers[name] if name in answers else loaded[name](prompt, response)
-                score = read_score(await answer if inspect.isawaitable(answer) else answer)
-                parts.append((shown[name], weight, score))
+            with _naming(short[name]):
+                result = results[name] if name in results else loaded[name](prompt, response)
+                score = read_score(await result if inspect.isawaitable(result) else result)
+                parts.append((short[name], weight, score))
         return add_up(parts)
 
     return verify

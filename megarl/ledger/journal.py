@@ -41,12 +41,12 @@ WHOLE = re.compile(rb'\{"n":(\d+),.*,"crc":"[0-9a-f]{8}"\}\n', re.DOTALL)
 SEAL_BYTES = len(b',"crc":"00000000"}\n')
 
 
-def sealed(number: int, record: Mapping[str, Any], before: int) -> tuple[bytes, int]:
-    """(line of `record` with its newline, its CRC-32). `before`: CRC-32 of the line before, 0 for
-    none.
+def sealed(number: int, record: Mapping[str, Any], previous_crc: int) -> tuple[bytes, int]:
+    """(line number `number` with `record`, CRC-32 of this and all earlier lines). `previous_crc`:
+    that of the line before, 0 for none.
     """
-    body = ENCODER.encode({"n": number, **record})[:-1].encode()
-    crc = zlib.crc32(body, before)
+    body = ENCODER.encode({"n": number, **record})[:-1].encode()  # "}" follows the checksum
+    crc = zlib.crc32(body, previous_crc)
     return body + b',"crc":"%08x"}\n' % crc, crc
 
 
@@ -150,6 +150,9 @@ class Journal:
     """
 
     def __init__(self, path: Path, lost: Callable[[], str] = str) -> None:
+        """Copy the valid lines to a new file: a process that still has the old file open cannot add
+        to this journal. `lost`: why this process lost the right to write, or "".
+        """
         self.path, self._lost = path, lost
         self._refuse_lost()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -158,17 +161,17 @@ class Journal:
             reader = Reader(path)
             self.cut_bytes, size = reader.verify(), reader.num_bytes
             self._number, self._checksum = reader.num_lines, reader.checksum
-        self.is_new = self._number <= 1
-        for left in path.parent.glob(f"{path.name}.*{UNFINISHED}"):
-            left.unlink(missing_ok=True)  # of a process that was killed here
+        self.is_new = self._number <= 1  # no line after the header
+        for unfinished in path.parent.glob(f"{path.name}.*{UNFINISHED}"):
+            unfinished.unlink(missing_ok=True)  # of a process that was killed here
         with new_file(path, self._refuse_lost) as file:
             if size:
                 with path.open("rb") as old:
                     shutil.copyfileobj(old, file)
                 file.truncate(size)
             else:
-                first = {"event": "ledger", "format": FORMAT, "run": uuid.uuid4().hex}
-                file.write(self._sealed(first))
+                header = {"event": "ledger", "format": FORMAT, "run": uuid.uuid4().hex}
+                file.write(self._sealed(header))
             file.seek(0, os.SEEK_END)
             descriptor = os.dup(file.fileno())
         self._file = os.fdopen(descriptor, "wb", buffering=0)
@@ -177,7 +180,7 @@ class Journal:
         self._failure: Exception | None = None
         self._is_urgent = threading.Event()
         self._batch = Future[None]()
-        """The newest, on the disk after all others."""
+        """The newest batch of records; done once all records are on the disk."""
         self._batch.set_result(None)
 
     def _refuse_lost(self) -> None:

@@ -99,10 +99,9 @@ class MetricsFile:
     def __init__(self, path: Path, *, keep_until_step: int | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            _keep(path, keep_until_step)
-        # A lone surrogate, which a broken decoder can leave in a transcript, becomes its JSON
-        # escape.
+            _remove_later(path, keep_until_step)
         self._path = path
+        # A broken decoder can leave a lone surrogate in a transcript: it becomes its JSON escape.
         self._file = path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n")
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -120,7 +119,7 @@ class MetricsFile:
         self._file.close()
 
 
-def _keep(path: Path, until_step: int | None) -> None:
+def _remove_later(path: Path, until_step: int | None) -> None:
     whole = path.read_bytes().rpartition(b"\n")
     if whole[2]:
         say(f"megarl: {path}: cutting off a torn line of {len(whole[2])} bytes")

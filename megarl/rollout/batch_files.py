@@ -95,14 +95,14 @@ def _refuse_lost(lost: Callable[[], str]) -> None:
 
 
 def batch_of(folder: Path, step: int, data_rank: int, num_data_ranks: int) -> StepBatch:
-    """Read a rank's batch of `step`. Raises `ValueError` if its file is missing, damaged, newer, or
-    another batch.
+    """Read the batch of data rank `data_rank` in `step`, from 0. Raises `ValueError` if its
+    file is missing, damaged, of a newer format, or of another step or number of data ranks.
     """
     path = batch_file(folder, step, data_rank)
-    batch, data_ranks = read_batch(path)
-    if (batch.step, data_ranks) != (step, num_data_ranks):
+    batch, file_ranks = read_batch(path)
+    if (batch.step, file_ranks) != (step, num_data_ranks):
         raise ValueError(
-            f"the batch {path} is of step {batch.step + 1} and of {data_ranks} data ranks, and not"
+            f"the batch {path} is of step {batch.step + 1} and of {file_ranks} data ranks, and not"
             f" of {num_data_ranks}"
         )
     return batch

@@ -183,14 +183,14 @@ def lend_memory(parts: Parts) -> None:
 
 
 def save(parts: Parts, done: int) -> None:
-    """Begin to write the checkpoint after `done` steps, with the unused rollouts. Collective over
-    the policy's ranks. Raises `OSError` or `UserError`.
+    """Begin to write the checkpoint after `done` steps, with the finished rollouts that no step has
+    used yet. Collective over the policy's ranks. Raises `OSError` or `UserError`.
     """
-    record_batch(parts, None, done)
+    record_batch(parts, None, done)  # waits until all earlier batches are on the disk
     cursor = parts.rollouts.cursor(done)
-    is_writer = parts.context.mesh.sample.rank == 0
+    is_writer = parts.context.mesh.sample.rank == 0  # one rank of each data rank
     groups = parts.rollouts.unused(done) if is_writer else ()
-    # Last: the ranks that are told wait for this one in a collective from then on.
+    # Only now: ranks without a part of the policy then wait for this rank in a collective.
     tell(parts, "save", done)
     parts.checkpoints.save(
         step=done,

@@ -108,19 +108,19 @@ def _settings(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _check_data(section: Any, setting: str) -> None:
-    """Raise `ValueError` if a data set's rows are missing, or their first one lacks a column. Sets
-    of the hub, of `datasets`, and of programs are left to the whole checks.
+    """Raise `ValueError` if a data set's file is missing, or its first row lacks a column. Folders,
+    large files, data sets of the hub and rows from programs are left to the complete checks.
     """
     path = Path(section.source)
-    is_read = format_of(path) or path.exists() or glob.has_magic(section.source)
+    is_file_name = format_of(path) or path.exists() or glob.has_magic(section.source)
     is_large = path.is_file() and path.stat().st_size > LARGE_BYTES
-    is_made = section.source.partition(":")[0] in SOURCES
-    if not section.source or is_made or path.is_dir() or is_large:
+    is_generated = section.source.partition(":")[0] in SOURCES
+    if not section.source or is_generated or path.is_dir() or is_large:
         return
-    if not is_read:
+    if not is_file_name:  # perhaps of the hub
         refuse_no_folder(section.source, f"{setting}.source")
         return
-    with contextlib.redirect_stderr(io.StringIO()):  # the whole checks print what they recognise
+    with contextlib.redirect_stderr(io.StringIO()):  # the complete checks print the row format
         table = read_rows(section.source, section.split, 1, setting)
         section, table = as_read(section, table, setting)
     cells = Cells(section, setting, table.rows[0], table.places[0])

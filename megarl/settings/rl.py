@@ -321,8 +321,8 @@ def sources(config: RunConfig) -> Iterator[tuple[str, PromptsConfig]]:
 
 
 def with_hidden(config: RunConfig) -> EnvironmentConfig:
-    """The environment in which an agent's program cannot read the run folder, the data and the data
-    sets of the hub on this machine.
+    """`config.environment` with the run folder, the data and this machine's hub data sets hidden
+    from an agent's program, which must not read reference answers.
     """
     if not config.environment.agent.command:
         return config.environment
@@ -330,12 +330,12 @@ def with_hidden(config: RunConfig) -> EnvironmentConfig:
 
     paths = [config.folder, f"{HF_HUB_CACHE}/datasets--*"]
     paths.append(os.environ.get("HF_DATASETS_CACHE") or f"{HF_HOME}/datasets")
-    named = [prompts.source for _, prompts in sources(config) if prompts.source]
-    for text in [*named, *config.evaluation.sources]:
-        if Path(text).exists():
-            paths.append(text)
+    trained = [prompts.source for _, prompts in sources(config) if prompts.source]
+    for source in [*trained, *config.evaluation.sources]:
+        if Path(source).exists():
+            paths.append(source)
         else:  # a pattern, which may also match programs
-            matched = map(Path, glob.glob(text, recursive=True))
+            matched = map(Path, glob.glob(source, recursive=True))
             paths += [str(path) for path in matched if path.is_file() and path.suffix not in CODE]
     return config.environment.hiding(paths)
 

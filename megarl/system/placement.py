@@ -47,9 +47,9 @@ class RankPlace:
 
     @staticmethod
     def mine(*, on_cpu: bool) -> RankPlace:
-        """The calling rank's, by LOCAL_RANK and CUDA_VISIBLE_DEVICES."""
+        """Host and GPU of the calling rank, from LOCAL_RANK and CUDA_VISIBLE_DEVICES."""
         if on_cpu:
-            return RankPlace(socket.gethostname(), "")
+            return RankPlace(socket.gethostname(), gpu="")
         local = int(os.environ.get("LOCAL_RANK", "0"))
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         return RankPlace(socket.gethostname(), visible.split(",")[local] if visible else str(local))

@@ -153,16 +153,16 @@ def kill_marked(mark: str) -> None:
         time.sleep(0.02)
 
 
-def marked_processes(mark: str) -> list[int]:
-    """Ids, sorted, of the running processes whose MEGARL_FOLDER is `mark` or below it, with their
-    descendants; without this process and its ancestors.
+def marked_processes(folder: str) -> list[int]:
+    """Sorted ids of the processes of the run with this folder: those whose MEGARL_FOLDER is
+    `folder` or a path below, and their descendants; without this process and its ancestors.
     """
     import psutil
 
     pids: set[int] = set()
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            is_marked = f"{process.environ().get(MARK)}/".startswith(f"{mark}/")
+        with contextlib.suppress(psutil.Error, OSError):  # ended, or of another user
+            is_marked = f"{process.environ().get(MARK)}/".startswith(f"{folder}/")
             if is_marked and process.status() != psutil.STATUS_ZOMBIE:
                 pids |= {process.pid, *(child.pid for child in process.children(recursive=True))}
     current = psutil.Process()

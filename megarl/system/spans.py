@@ -195,6 +195,7 @@ class TraceWriter:
         self._file.write(line.encode() + b",\n")
 
     def _write(self, event: Event) -> None:
+        """Append an event; a full file becomes PROCESS.1.json. A disk error ends the recording."""
         if self._closed.is_set():
             return
         try:

@@ -22,8 +22,9 @@ TRIED_TOLERANCE = 1e-5
 
 
 def use_torch_norms(model: nn.Module) -> int:
-    """Make every layer whose class is named ...RMSNorm compute by torch, in place; returns their
-    number. `model` may be on the meta device. Raises `ValueError` for another formula.
+    """Make every layer whose class is named ...RMSNorm call `F.rms_norm`, in place; returns their
+    number. `model` may be on the meta device. Raises `ValueError` for a layer with another formula
+    than RMSNorm scaled by `weight` or `1 + weight`.
     """
     layers = [layer for layer in model.modules() if type(layer).__name__.endswith("RMSNorm")]
     for layer in layers:

@@ -173,11 +173,11 @@ class RandomWeights:
         self._drawn: tuple[str, dict[str, torch.Tensor]] = "", {}
         """Name and tensors of the most recently drawn module."""
         self._parts = dict[str, tuple[str, int, int]]()
-        """{published tensor: (fused one, first element, elements)}"""
-        for whole, parts in fused_tensors(model).items():
+        """{an expert's tensor: (fused tensor of all experts, its first element, its elements)}"""
+        for fused, parts in fused_tensors(model).items():
             sizes = [math.prod(shape) for _, shape in parts]
             for (name, _), end, size in zip(parts, accumulate(sizes), sizes, strict=True):
-                self._parts[name] = whole, end - size, size
+                self._parts[name] = fused, end - size, size
 
     def flat(self, name: str) -> torch.Tensor:
         if name in self._parts:

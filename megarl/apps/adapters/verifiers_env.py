@@ -106,32 +106,35 @@ def call_here() -> None:
         is_context_overflow,
     )
 
-    program = NullHarness.launch
-    # One for all episodes: to make one takes tens of milliseconds.
-    web = DefaultAsyncHttpxClient(timeout=None, trust_env=False)
+    launch_program = NullHarness.launch
+    # Shared by all episodes: a new client takes tens of milliseconds.
+    http = DefaultAsyncHttpxClient(timeout=None, trust_env=False)
 
     async def launch(
         self: Any, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str,
         mcp_urls: dict[str, str], data: Any, tool_interception_url: str | None = None,
     ) -> Any:  # fmt: skip
+        """`NullHarness.launch` without a process: send the task's messages once to the model at
+        `endpoint`, which records the answer. With tools (`mcp_urls`) as before.
+        """
         if mcp_urls:
-            return await program(
+            return await launch_program(
                 self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url
             )
         system, prompt = self.resolve_prompt(data)
-        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
-        chat: Any = [turn if isinstance(turn, dict) else message_to_wire(turn) for turn in asked]
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
+        chat: Any = [turn if isinstance(turn, dict) else message_to_wire(turn) for turn in turns]
         chat = [{"role": "system", "content": system}, *chat] if system else chat
-        client = AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, http_client=web)
+        client = AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, http_client=http)
         try:
             await client.chat.completions.create(model=ctx.model, messages=chat)
-        except APIStatusError as error:  # as the program does it
+        except APIStatusError as error:  # as in the harness's program, a full context ends it
             if not is_context_overflow(error):
                 raise
         return ProgramResult(exit_code=0, stdout="", stderr="")
 
     async def setup(self: Any, runtime: Any) -> None:
-        """Nothing: `program` prepares itself."""
+        """Nothing: `launch_program` prepares itself."""
 
     NullHarness.launch, NullHarness.setup = launch, setup
 

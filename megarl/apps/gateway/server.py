@@ -143,14 +143,14 @@ class ClientConnection(AutoHTTPProtocol):  # pyright: ignore[reportGeneralTypeIs
 
 
 async def serve_agents(kit: Agents) -> tuple[int, asyncio.Task[None]]:
-    """Serve the calls of the agents of `kit` on a free port of the loopback address, in this event
-    loop, to the end of the process. Returns (the port, which is open, the server's task).
+    """Serve the model to the agents of `kit` over HTTP, on a free port of the loopback address, in
+    this event loop, to the end of the process. Returns (port, open already; the server's task).
     """
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen(1024)
     gateway = Gateway(kit)
-    web = _Server(
+    server = _Server(
         uvicorn.Config(
             gateway,
             http=partial(ClientConnection, known=gateway.connections),  # pyright: ignore[reportArgumentType]
@@ -161,7 +161,7 @@ async def serve_agents(kit: Agents) -> tuple[int, asyncio.Task[None]]:
             timeout_keep_alive=600,
         )
     )
-    return int(listener.getsockname()[1]), asyncio.create_task(web.serve([listener]))
+    return int(listener.getsockname()[1]), asyncio.create_task(server.serve([listener]))
 
 
 class Gateway:

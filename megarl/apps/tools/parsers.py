@@ -41,10 +41,10 @@ class CallReader:
         schemas: Sequence[Schema],
         setting: str = "environment.tools.parser",
     ) -> None:
-        """`parser`: vLLM's name of it, such as "hermes". `tokenizer`: of transformers. `schemas`:
-        the tools, as dicts in OpenAI's format. `setting`: key of the recipe with that name, for
-        messages. Raises `ValueError` for an unknown parser, or one
-        that does not fit the tokenizer.
+        """`parser`: name of a tool-call parser of vLLM, such as "hermes". `tokenizer`: of
+        transformers. `schemas`: the tools, as dicts in OpenAI's format. `setting`: the recipe's key
+        of `parser`, for messages. Raises `ValueError` for a parser that is unknown or does not fit
+        the tokenizer.
         """
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.tool_parsers import ToolParserManager
@@ -58,18 +58,19 @@ class CallReader:
             messages=[{"role": "user", "content": ""}],
             tools=list(schemas),  # type: ignore[arg-type]
         )
-        kind = ToolParserManager.get_tool_parser(parser)
+        parser_class = ToolParserManager.get_tool_parser(parser)
         try:
-            self._parser = kind(tokenizer, self._request.tools)  # type: ignore[arg-type]
+            self._parser = parser_class(tokenizer, self._request.tools)  # type: ignore[arg-type]
         except Exception as error:
             raise ValueError(
                 f"{setting} is '{parser}', which does not fit the model's tokenizer: {error}; set"
                 " the parser of this family of models"
             ) from None
-        marks = ("tool_call_start_token", "tool_calls_start_token", "bot_token", "tool_start_token")
-        starts = [getattr(self._parser, name, None) for name in marks]
+        # Where vLLM's parsers keep the texts around a call, such as <tool_call>; some have none.
+        names = ("tool_call_start_token", "tool_calls_start_token", "bot_token", "tool_start_token")
+        starts = [getattr(self._parser, name, None) for name in names]
         self._starts = [mark for mark in starts if isinstance(mark, str) and mark]
-        ends = (getattr(self._parser, name.replace("start", "end"), None) for name in marks)
+        ends = (getattr(self._parser, name.replace("start", "end"), None) for name in names)
         self._ends = [mark for mark in ends if isinstance(mark, str) and mark]
 
     async def read(self, text: str) -> tuple[str, list[Call]]:

@@ -252,12 +252,12 @@ def sample_summary(
     config: RunConfig, groups: Sequence[Sequence[Record]], rows: Sequence[Record]
 ) -> dict[str, Any]:
     """Statistics of a sampling run, as a dict for JSON: fractions of right responses (`accuracy`,
-    and `accuracy_of_best` of the best of each prompt), mean rewards (`reward/mean`, `reward/best`),
-    numbers of prompts and rows, and settings. `groups`: all responses, [prompt][sample], at least
-    one, as dicts with `reward` and `correct`; `rows`: the rows of the data set.
+    and `accuracy_of_best`, where each prompt has its response of highest reward), mean rewards
+    (`reward/mean`, `reward/best`), numbers of prompts and rows, and settings. `groups`: responses,
+    [prompt][sample], not all empty, as dicts with `reward` and `correct`; `rows`: the rows kept.
     """
     records = [record for group in groups for record in group]
-    tops = [max(group, key=lambda record: record["reward"]) for group in groups if group]
+    best_of = [max(group, key=lambda record: record["reward"]) for group in groups if group]
     return {
         "model": config.model.path,
         "prompts_asked": len(groups),
@@ -265,8 +265,8 @@ def sample_summary(
         "keep": config.sample.keep,
         "rows": len(rows),
         "accuracy": statistics.fmean(record["correct"] for record in records),
-        "accuracy_of_best": statistics.fmean(record["correct"] for record in tops),
+        "accuracy_of_best": statistics.fmean(record["correct"] for record in best_of),
         "reward/mean": statistics.fmean(record["reward"] for record in records),
-        "reward/best": statistics.fmean(record["reward"] for record in tops),
+        "reward/best": statistics.fmean(record["reward"] for record in best_of),
         "seed": config.seed,
     }

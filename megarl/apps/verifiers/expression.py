@@ -335,11 +335,11 @@ class _Reader:
         return base
 
     def _signed(self, depth: int) -> Node:
-        """An exponent or index."""
+        """Parse an exponent or index with its signs, such as the -2 of x^-2."""
         negative = False
         while self.type == "sign":
             negative ^= self.take() != "+"
-        value = self._atom(depth + (self.type != "open"))
+        value = self._atom(depth + (self.type != "open"))  # a bracket adds its own level
         if self.type == "power":  # 2^3^2 is 2^(3^2)
             self.take()
             value = Node("power", (value, self._signed(depth + 1)))

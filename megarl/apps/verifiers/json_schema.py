@@ -27,13 +27,13 @@ def json_schema(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[
     the schema in a prompt's row is not.
     """
     settings = config.json_schema
-    fixed = _validator(settings.schema, "json_schema.schema") if settings.schema else None
+    common = _validator(settings.schema, "json_schema.schema") if settings.schema else None
 
     async def verify(prompt: Prompt, response: str) -> float:
         from referencing.exceptions import Unresolvable
 
-        validator, location = fixed, "json_schema.schema"
-        if validator is None:
+        validator, location = common, "json_schema.schema"
+        if validator is None:  # each row has its own schema
             setting = "json_schema.schema_column"
             location = f"row {prompt.index}, column '{settings.schema_column}'"
             validator = _validator(row_value(prompt, settings.schema_column, setting), location)

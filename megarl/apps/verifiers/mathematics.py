@@ -84,7 +84,7 @@ def math(config: EnvironmentConfig) -> Callable[[Prompt, str], Awaitable[float]]
                 " own"
             )
         asked = "" if config.math.allow_unevaluated else prompt.text
-        answer = marked(response)
+        answer = marked_answer(response)
         if answer is None:
             factorial = "!" in text or config.math.allow_unevaluated
             answer = stated_answer(in_tags(response)[0], factorial=factorial)
@@ -274,18 +274,18 @@ def _content(text: str, box: re.Match[str]) -> tuple[str, int]:
     return "", len(text)  # an open box is not an answer
 
 
-def marked(response: str) -> str | None:
-    """The final expression of a model's `response`: that behind `####` or in a `\\boxed{}`; else a
-    line between the tags of an answer; None without either; "" if the words beside a box negate it
-    or name another answer.
+def marked_answer(response: str) -> str | None:
+    """The answer that a model's `response` marks: behind `####` or in a `\\boxed{}`, the later of
+    both; else a single line between `<answer>` tags; None without a mark; "" if the words beside
+    the box negate it or name another answer.
     """
-    text, line = in_tags(response)
+    text, tagged_line = in_tags(response)
     answer = final_expression(text)
-    boxes = list(BOX.finditer(text))
-    if not boxes or answer is None or text.rfind(FINAL) > boxes[-1].start():
-        return line if answer is None else answer
-    before = text[max(0, boxes[-1].start() - 60) : boxes[-1].start()]
-    behind = text[_content(text, boxes[-1])[1] :][:80]
+    box = next(reversed(list(BOX.finditer(text))), None)
+    if box is None or answer is None or text.rfind(FINAL) > box.start():
+        return tagged_line if answer is None else answer
+    before = text[max(0, box.start() - 60) : box.start()]
+    behind = text[_content(text, box)[1] :][:80]
     if NEGATED.search(before) or NEGATED_BEHIND.match(behind) or _is_hedged(answer, before, behind):
         return ""
     return answer

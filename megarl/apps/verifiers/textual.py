@@ -77,9 +77,11 @@ def _plain_words(text: str) -> list[str] | None:
 
 
 def _same_time(reference: str, expression: str) -> bool | None:
-    """Whether two times of day (3:45 p.m.) are equal; None if one is none."""
+    """Whether two times of day (3:45 p.m.) are equal, also if only one has a.m. or p.m. A time with
+    a.m. or p.m. differs from other text; None for other pairs: 3:45 may be a ratio.
+    """
     first, second = TIME.fullmatch(reference), TIME.fullmatch(expression)
     if first and second:
-        marks = {(mark or "").lower() for mark in (first[3], second[3])} - {""}
-        return (int(first[1]), first[2]) == (int(second[1]), second[2]) and len(marks) < 2
+        halves = {half.lower() for half in (first[3], second[3]) if half}  # "a" of a.m., or "p"
+        return (int(first[1]), first[2]) == (int(second[1]), second[2]) and len(halves) < 2
     return False if (first and first[3]) or (second and second[3]) else None
