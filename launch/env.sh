@@ -87,7 +87,7 @@ export PATH=$venv/bin:$PATH TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$venv/t
 unset PYTHONDONTWRITEBYTECODE
 python=$venv/bin/python
 : >"$log"
-phase() { echo "== $((SECONDS - begun)) s: $*" >>"$log"; }
+phase() { echo "== $((SECONDS - begun)) s: $*" | tee -a "$log" >&2; }
 failed() { # WHAT, LOG
   echo "launch/env.sh: $1; the end of $2:" >&2
   tail -n 15 "$2" >&2

@@ -61,5 +61,5 @@ else
   python -m megarl run "$recipe" --seed "$seed" $settings >"$folder/summary.json"
 fi
 
-say "done in $((SECONDS - begun)) s; open $folder/report.html, or talk to the model: megarl chat $folder"
+say "done in $((SECONDS - begun)) s; open $folder/report.html, or talk to the model: . .venv/bin/activate; megarl chat $folder"
 cat "$folder/summary.json"

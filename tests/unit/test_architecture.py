@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from functools import cache
 from pathlib import Path
@@ -198,62 +197,6 @@ def test_what_is_looked_up_exists() -> None:
         defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
         tree = ast.parse(files[module].read_text())
         assert any(isinstance(node, defined) and node.name == name for node in tree.body), place
-
-
-def test_the_core_is_imported_without_apps_and_each_app_without_the_others() -> None:
-    """A process that can import no app imports every module of the core; then, for each app in
-    turn, one that lacks this app, and those that use it, imports all others.
-    """
-    core = sorted(name for name in modules() if package(name) != "apps")
-    apps = sorted({app(name) for name in modules()} - {""})
-    cases = []
-    for gone in apps:
-        lost = {gone, *(user for user, other in APP_USES_APP if other == gone)}
-        left = sorted(name for name in modules() if app(name) and app(name) not in lost)
-        cases.append((f"megarl.apps.{gone}", left))
-    given = json.dumps([("megarl.apps", core), cases])
-    done = python("-c", WITHOUT_APPS, input=given, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-
-
-WITHOUT_APPS = """
-import importlib, json, os, sys
-
-class Gone:
-    def __init__(self, gone):
-        self.gone = gone
-
-    def find_spec(self, name, path=None, target=None):
-        if (name + ".").startswith(self.gone + "."):
-            raise ModuleNotFoundError(f"{name} is taken away", name=name)
-
-def failures(gone, names):
-    finder = Gone(gone)
-    sys.meta_path.insert(0, finder)
-    for name in names:
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            missing = error.name or ""
-            if missing.split(".")[0] in ("megarl", ""):
-                yield f"without {gone}: {name}: {error}"
-    sys.meta_path.remove(finder)
-
-def say(lines):
-    lines = list(lines)
-    print(*lines, sep="\\n", flush=True)
-    return bool(lines)
-
-core, cases = json.load(sys.stdin)
-wrong = say(failures(*core))
-for case in cases:
-    child = os.fork()  # which has what the core imports
-    if not child:
-        os._exit(say(failures(*case)))
-    wrong |= os.waitpid(child, 0)[1] != 0
-sys.stdout.flush()
-os._exit(wrong)
-"""
 
 
 def test_only_parallel_and_weights_call_torch_distributed() -> None:

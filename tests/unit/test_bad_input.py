@@ -72,8 +72,6 @@ reward_models: {judge: {model: {path: x}, ranks: [1]}, other: {model: {path: x},
 environment.verifier: none -> environment.verifier is 'none' | reward_models
 /recipe.yaml: null -> does not exist | .yaml
 training.layout.data: 3 -> data 3 | this run has 1 | training.layout.data to 1
-training.layout.tensor: 3, ranks: 3
-    -> training.layout.tensor is 3 | num_attention_heads = 2 | divisor
 training.layout: {tensor: 2, sequence: 2}, ranks: 2
     -> sequence 2 x tensor 2 | does not divide 2 ranks | multiple of 4
 training: {layout: {sequence: 2}, sequence: {ulysses: 4}}, ranks: 2
@@ -116,8 +114,6 @@ training: {layout: {tensor: 2}, tensor_backend: autotp}, ranks: 2
 training: {offload_gradients: micro_batch, zero_stage: 1}
     -> training.offload_gradients | training.offload_optimizer is False | leave it out
 model.from_scratch: true, command: rollout -> model.from_scratch is true | trained model
-rollout.engine.tensor: 4
-    -> rollout.engine.tensor is 4 | num_attention_heads = 2 | set it to a divisor
 /model/config.json: {model_type: gemma, architectures: [GemmaForCausalLM], head_dim: 32}
     -> k_proj.bias | is not in a model of its config.json | fetch both again
 /model/config.json: {model_type: cohere2, architectures: [Cohere2ForCausalLM], head_dim: 32}
@@ -134,9 +130,7 @@ weight_sync.transport: disk -> weight_sync.transport | 'disk' | 'point_to_point'
 training.layout.data: 2, ranks: 2, LOCAL_WORLD_SIZE: 1
     -> weight_sync.transport is 'shared_memory' | one host, but this run has 2 | 'point_to_point'
 rollout.group_size: 1 -> group_size is 1
-prompts.source: nowhere.jsonl -> nowhere.jsonl | does not exist
 model.path: nowhere/model -> model.path | nowhere/model
-/model/model.safetensors: null -> no .safetensors | from_scratch
 without: model.norm.weight -> has no tensor model.norm.weight (64,)
 model.tokenizer: nowhere.model -> nowhere.model does not exist
 /model/config.json: {vocab_size: 16} -> vocab | 16
@@ -159,7 +153,6 @@ rollout.engine.kv_cache_gib: 100000 -> kv_cache_gib | memory
 rollout.max_new_tokens: 30000000, /model/config.json: {max_position_embeddings: 1000000000}
     -> kv_cache_gib is 1 | one request
 environment.verifier: exact -> exact_match | math
-environment.verifier: 'nowhere.py:score' -> nowhere.py
 MINE, /mine.py: "1 / 0\ndef score(p, r): ...\n" -> mine.py | ZeroDivisionError
 MINE, /mine.py: "import functools as f\n@f.cache\ndef score(p, r): ...\n"
     -> mine.py:score is wrapped by functools.cache | take the decorator off
@@ -213,8 +206,6 @@ observe.wandb_project: mine -> observe.wandb_project | pip install wandb
 observe.mlflow_experiment: mine -> observe.mlflow_experiment | pip install mlflow
 observe.trackio_project: mine -> observe.trackio_project | pip install trackio
 evaluation.prompts.source: nowhere.jsonl -> evaluation.prompts.source nowhere.jsonl
-evaluation.prompts: {source: FOLDER/data.jsonl, prompt_column: question}
-    -> set evaluation.prompts.prompt_column to one of: prompt, answer
 MINE, environment.load_limit_s: 1.0, /mine.py: "while True: pass\ndef score(p, r): ...\n"
     -> mine.py:score | did not load within 1 s | environment.load_limit_s
 MINE, /mine.py: "import os\nos._exit(3)\ndef score(p, r): ...\n" -> mine.py:score | ended with exit code 3 at start
@@ -332,8 +323,8 @@ def test_one_clear_error(
 
 
 def test_the_same_from_the_python(model: Path, tmp_path: Path) -> None:
-    done = python("-m", "megarl", *prepare(tmp_path, model, "prompts.max_prompt_tokens: 4"))
-    check("max_prompt_tokens | 4", done.returncode, done.stdout, done.stderr)
+    done = python("-m", "megarl", *prepare(tmp_path, model, "prompts.answer_column: gold"))
+    check("no column 'gold'", done.returncode, done.stdout, done.stderr)
     assert len(done.stderr.strip().splitlines()) == 1 and not (tmp_path / "run").is_dir()
 
 

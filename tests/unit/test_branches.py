@@ -116,7 +116,7 @@ def test_what_may_be_shared_ends_at_the_first_branch() -> None:
     assert shareable(one((7, 5), prompt=3)).tolist() == [2]
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(st.integers(0, 10**6), st.sampled_from(["off", "on"]))
 def test_every_token_is_computed_once_and_every_sampled_one_predicted_once(
     seed: int, share: SharePrefix
@@ -166,7 +166,7 @@ def _paths(micro: MicroBatch) -> list[list[int]]:
     return found
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     st.integers(0, 10**6),
     st.sampled_from([(1, 1, "ring"), (2, 1, "ring"), (2, 2, "ring"), (4, 2, "all_gather")]),
@@ -209,7 +209,7 @@ def test_attention_is_that_of_a_mask_over_the_tree(
     assert_close(sums, wanted[1:], 1e-10)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(st.integers(0, 10**6), st.sampled_from([0.0, 1 / 16, np.inf]), st.integers(1, 3))
 def test_budgets_count_what_is_computed(seed: int, saves: float, ranks: int) -> None:
     """The service, which has no tokens of trees, the trainer, and what `pack` makes agree."""
@@ -285,7 +285,7 @@ def test_printed_turns_say_what_they_follow() -> None:
     )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.integers(0, 10**6), st.sampled_from(["on", "auto", "off"]))
 def test_a_computed_token_counts_for_each_sequence_that_it_is_in(
     seed: int, share: SharePrefix

@@ -139,6 +139,11 @@ def test_settings_of_another_version_are_listed(tmp_path: Path) -> None:
     assert changed_settings(file, sft_config(steps=7)) == (["steps (100 -> 7)"], [])
 
 
+def started(folder: str, starts: list[tuple[Any, ...]]) -> list[tuple[bool, str]]:
+    """What comes of `start` with each of these values, one after the other."""
+    return [start(folder, *one) for one in starts]
+
+
 def start(
     folder: str, steps: int, rate: float, done: int, evaluates: bool = False
 ) -> tuple[bool, str]:
@@ -167,7 +172,7 @@ def start(
 
 def test_a_finished_run_keeps_the_recipe_that_it_was_trained_by(tmp_path: Path) -> None:
     starts = [(8, 0.25, 0), (4, 0.5, 8), (8, 0.5, 8), (9, 0.5, 8)]
-    found = [run_ranks(1, __file__, "start", str(tmp_path), *one)[0] for one in starts]
+    (found,) = run_ranks(1, __file__, "started", str(tmp_path), starts)
     assert [finished for finished, _ in found] == [False, True, True, False]
     (_, first), *again, (_, further) = found
     assert "learning_rate: 0.25" in first and [recipe for _, recipe in again] == [first] * 2

@@ -114,7 +114,7 @@ def assert_close(found: list[torch.Tensor], wanted: list[torch.Tensor], toleranc
         assert not error.numel() or error.max() < tolerance, (name, error.max())
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     sizes=st.lists(st.integers(0, 24), min_size=1, max_size=4).filter(lambda s: sum(s) > 1),
     kind=st.sampled_from(list(KINDS)),

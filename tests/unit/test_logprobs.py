@@ -125,7 +125,7 @@ def chunk_rows(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int, torch.dty
 SIZES = st.lists(st.integers(0, 24), min_size=1, max_size=4).filter(lambda sizes: sum(sizes) > 1)
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     sizes=SIZES,
     num_tokens=st.integers(0, 17),

@@ -74,7 +74,7 @@ def count_by_hand(samples: Samples) -> int:
     return len(prefixes) + alone
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(rows())
 def test_every_sample_is_a_path_of_the_tree_with_the_fewest_tokens(
     drawn: list[tuple[list[int], int]],
@@ -126,7 +126,7 @@ def members(
     return found
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(
     rows(most=24), st.sampled_from([0.0, 1 / 16, 1 / 4]), st.integers(1, 2), st.integers(1, 4),
     st.integers(8, 80),

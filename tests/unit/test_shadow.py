@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from support.commands import python
 
 FAKE = """
@@ -25,19 +24,6 @@ class Device: ...
 class LayerRepository: ...
 class Mode: ...
 __version__ = "0.17.2"
-"""
-
-IN_RAY = """
-import ray
-ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-
-@ray.remote
-def look():
-    import kernels, transformers.modeling_utils, megarl.kernels.logprobs
-    return kernels.__file__
-
-print(ray.get(look.remote(), timeout=120))
-ray.shutdown()
 """
 
 
@@ -63,10 +49,3 @@ def shows(folder: Path, code: str) -> str:
 def test_installed_kernels_wins_from_the_root_folder(tmp_path: Path) -> None:
     code = "import kernels, transformers.modeling_utils; print(kernels.__file__)"
     assert shows(tmp_path, code) == str(tmp_path / "kernels" / "__init__.py")
-
-
-@pytest.mark.nightly
-@pytest.mark.engine
-def test_installed_kernels_wins_in_a_ray_worker(tmp_path: Path) -> None:
-    """Ray puts the driver's working folder first on its workers' path."""
-    assert shows(tmp_path, IN_RAY) == str(tmp_path / "kernels" / "__init__.py")

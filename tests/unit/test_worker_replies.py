@@ -214,18 +214,6 @@ def test_a_plain_call_is_made_again_once_and_a_hang_never(own: str) -> None:
     assert calls == ["exit", "exit", "hang", "interrupt", "interrupt", "sleep 0", ""]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-async def test_a_dead_process_is_noticed_while_its_child_lives(own: str) -> None:
-    """The child holds the channel open."""
-    config = EnvironmentConfig(verifier=f"{own}:score", time_limit_s=20.0)
-    async with opened(config) as environment:
-        found = await environment.score(PROMPT, "1 dies", 1, False)
-    assert (found.failure, found.detail) == (
-        "error",
-        "the verifier's process ended with exit code 3",
-    )
-
-
 def test_calls_of_an_async_function_wait_beside_one_another(own: str) -> None:
     """Each has a time limit of its own."""
     texts = [*("x" * size for size in range(7)), "never"]

@@ -37,6 +37,7 @@ def main(arguments: list[str]) -> int:
     if options.max_tokens < 1 or not 0.0 <= options.temperature < 100.0:
         parser.error("--max-tokens is at least 1, and --temperature 0 to 100")
     model = model_of(options.model, best=options.best)
+    console.say(f"loading {model}")
     with console.diverted():
         try:
             chat = Chat(model, options.max_tokens, options.temperature, options.system)
@@ -55,13 +56,18 @@ def main(arguments: list[str]) -> int:
 def model_of(named: str, *, best: bool = False) -> str:
     """The folder or hub name to load a model from. `named`: a run folder, of which the model in the
     newest checkpoint is taken (with `best`, in the best one); or a model's folder or hub name,
-    which is returned. Raises `UserError` for a run without such a checkpoint.
+    which is returned. Raises `UserError` for a run without such a checkpoint, or no such model.
     """
     from megarl.checkpoints.listing import checkpoint_of
+    from megarl.data.hub import refuse_no_folder
 
     folder = Path(named).expanduser()
     if best or (folder / "checkpoints").is_dir():
         return str(checkpoint_of(folder, best=best) / "model")
+    try:
+        refuse_no_folder(str(folder), "megarl chat")
+    except ValueError as error:
+        raise UserError(str(error)) from None
     return str(folder) if folder.exists() else named
 
 
