@@ -101,8 +101,8 @@ class FamilyBalance:
             for units in dealt:
                 paths, documents = self._paths(units)
                 trees.append((paths, [float(doc.end - doc.begin) for doc in documents]))
-            fewest = max(len(_filled(*tree, budget)) for tree in trees)
-            packed = [_evenly(*tree, fewest, budget) for tree in trees]
+            fewest = max(len(_filled(paths, costs, budget)) for paths, costs in trees)
+            packed = [_evenly(paths, costs, fewest, budget) for paths, costs in trees]
         else:
             chunks = [self._chunks(units, budget) for units in dealt]
             lengths = [list(map(self.tokens, of_rank)) for of_rank in chunks]
