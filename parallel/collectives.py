@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from megarl.parallel.mesh import Axis
 from megarl.system.spans import Span, activity
@@ -123,7 +122,7 @@ def wait_for_first(work: Callable[[], T], axis: Axis, what: str, timeout_s: floa
 def job_store() -> Store:
     """torch.distributed's, after `initialise`. Ranks can poll it for hours, unlike a collective."""
     # torch has no public name for it.
-    return c10d._get_default_store()
+    return dist.distributed_c10d._get_default_store()
 
 
 def all_to_all(
@@ -143,7 +142,7 @@ def all_to_all(
 def empty_store(axis: Axis) -> Store:
     """A store without keys, for all ranks of `axis`. Collective."""
     name = broadcast_object(uuid.uuid4().hex, axis)
-    return c10d.PrefixStore(f"megarl/{name}", job_store()) if axis.size > 1 else c10d.HashStore()
+    return dist.PrefixStore(f"megarl/{name}", job_store()) if axis.size > 1 else dist.HashStore()
 
 
 def send(tensor: torch.Tensor, axis: Axis, to: int) -> None:
