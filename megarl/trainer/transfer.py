@@ -208,8 +208,10 @@ class BatchTransfer:
 
     @property
     def _budget(self) -> int:
-        """Tokens of a packed sequence over the role's sequence-parallel ranks."""
-        return self.micro_batch_tokens * self.mesh.sequence.size
+        """Tokens of a packed sequence over the role's sequence-parallel ranks, on every rank the same:
+        `mesh.sequence` is empty on others than the role's.
+        """
+        return self.micro_batch_tokens * self.mesh.layout.sequence
 
     def _describe(self, parts: Sequence[Samples]) -> _Plan:
         """The plan of a step's transfers, on every rank the same but for `order`."""
