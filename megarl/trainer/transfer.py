@@ -208,8 +208,8 @@ class BatchTransfer:
 
     @property
     def _budget(self) -> int:
-        """Tokens of a packed sequence over the role's sequence-parallel ranks, on every rank the same:
-        `mesh.sequence` is empty on others than the role's.
+        """Tokens of a packed sequence over the role's sequence-parallel ranks, the same on every
+        rank: `mesh.sequence` is empty on others than the role's.
         """
         return self.micro_batch_tokens * self.mesh.layout.sequence
 
