@@ -246,12 +246,14 @@ class AttentionPlan:
         return self.group_lengths[owner] if chosen is None else len(chosen)
 
     def works(self, rank: int, owner: int | None) -> list[Any]:
-        """Work lists for queries of group `rank`: one for keys of their own documents, then one for
-        each level that these continue, unless empty. The keys are those that arrive from `owner`
-        around the ring; None for those of all groups.
+        """What the block's kernels compute for queries of group `rank`, from `Block.prepare`:
+        a list for keys of their own documents, then one for each level of shared prefixes that
+        these continue, unless empty. The keys are those that arrive from `owner` around the ring;
+        None for those of all groups.
         """
         if (rank, owner) not in self._works:
             groups = len(self.positions)
+            # arriving: (group, indices of those of its keys that come here, or None for all)
             if owner is None:
                 arriving = [(group, self.sent(group, rank)) for group in range(groups)]
             else:

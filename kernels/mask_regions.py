@@ -109,9 +109,10 @@ class KernelCalls:
 
 
 def _query_ranges(first: list[int], upto: list[int], rows: list[int]) -> Iterator[tuple[int, int]]:
-    """Ranges [a, b) of one document's queries, consecutive in q: at most `TILE`, or a run whose key
-    counts all stay or all grow by 1. `first`, `upto`: by query, its first key and the last one plus
-    1. `rows`: each query's row of q, ascending.
+    """Cut queries into ranges [a, b), each of one document and consecutive in q. A long run whose
+    key counts all stay (a rectangle) or all grow by 1 (a causal triangle) needs no mask, and is one
+    range; those between are cut into tiles. `first`, `upto`: by query, its first key and the last
+    one plus 1. `rows`: each query's row of q, ascending.
     """
     # added_keys[i]: keys query i + 1 sees beyond query i; -1: other document, or rows apart
     # (queries without a key stand between)

@@ -267,13 +267,14 @@ class ChannelActor(abc.ABC):
         )
 
         async def answer(number: bytes, frames: list[bytes]) -> None:
+            """Serve a request; send the answer, or the failure, under the request's `number`."""
             try:
-                with requests:
+                with requests:  # one span while any is open
                     reply = packed(await self.serve(unpacked(frames)))
             except Exception as error:
                 reply = packed(Failure(type(error).__name__, str(error)))
             finally:
-                serving.pop(number, None)
+                serving.pop(number, None)  # no longer to be cancelled
             socket.send([number, *reply])
 
         def hear(frames: list[bytes]) -> None:

@@ -52,9 +52,10 @@ class Codec:
         chats: bool = False,
         allows_control: bool = False,
     ) -> Codec:
-        """A codec like `tokenizer`, a transformers tokenizer; only the inner `tokenizers.Tokenizer`
-        is held if that decodes to the same text, but not with `whole`: tools need the chat
-        template. `chats`: raises `ValueError` if the template allows no second turn of the user.
+        """Make the codec of `tokenizer`, a transformers tokenizer. It holds only the inner Rust
+        tokenizer where that decodes to the same text. `whole`: hold all of it, as tools need the
+        chat template. `chats`: users reply in the chat; raises `ValueError` if the template allows
+        no second turn of the user.
         """
         template = ChatTemplate(tokenizer, variables, control_tokens=True)
         around = template.around_reply() if chats else ("", "")
@@ -72,6 +73,7 @@ class Codec:
         kept = frozenset(key for key, token in special if token.special and str(token) in tags)
         ends = {tokenizer.eos_token_id, *ends_of_turns(tokenizer, "chat", variables)} - {None}
         cleans, is_bare = tokenizer.clean_up_tokenization_spaces, False
+        # Where `decode` is transformers' own, not the class's, the Rust tokenizer decodes the same.
         if (
             hasattr(tokenizer, "backend_tokenizer")
             and tokenizer_class._decode.__module__ == "transformers.tokenization_utils_tokenizers"
@@ -81,7 +83,7 @@ class Codec:
             bare = type(tokenizer.backend_tokenizer).from_str(tokenizer.backend_tokenizer.to_str())
             bare.no_truncation()
             bare.no_padding()
-            control, variables = ControlTokens(bare, control.names), None
+            control, variables = ControlTokens(bare, control.names), None  # it has no template
             tokenizer, is_bare = bare, True
         return cls(
             *(tokenizer, is_bare, tags, kept, frozenset(ends), dict(variables or {}), around),

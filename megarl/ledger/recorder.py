@@ -80,11 +80,11 @@ class Recorder:
             self.put(Rejected(ordinal, step + 1, STALE))
 
     def release(self, version: int) -> None:
-        """Steps up to `version` are trained: its weights are on the engines. The first call
-        counts.
+        """Record `Trained` for each step whose weights, up to `version`, are on the engines. Every
+        rank may call it: a step is recorded once.
         """
         for done in range(self._version + 1, version + 1):
-            self.put(Trained(done, done))
+            self.put(Trained(done, done))  # step k, counted from 1, makes version k
         self._version = max(self._version, version)
 
     async def durable(self) -> None:

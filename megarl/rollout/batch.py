@@ -116,13 +116,15 @@ def assemble(plan: SharePlan, fetch: Fetch) -> StepBatch:
 
 
 def _columns(samples: list[SamplePlan], arrays: Any) -> Samples:
-    """Per-token columns of the samples. `arrays` yields the segments' `TokenArrays`, in order."""
+    """Per-token columns of the samples: prompt and segments, one after the other. `arrays` yields
+    the segments' `TokenArrays`, in order. A segment's reward goes to the model's last token so far.
+    """
     offsets = np.cumsum([0, *(sample.length for sample in samples)], dtype=np.int64)
     columns = {name: np.zeros(offsets[-1], dtype) for name, dtype in COLUMNS.items()}
     branches, experts = [np.zeros((0, 2), np.int64)], _Experts(int(offsets[-1]))
     for sample, start in zip(samples, offsets[:-1].tolist(), strict=True):
         branches.append(sample.branches)
-        branches[-1][branches[-1] >= 0] += start
+        branches[-1][branches[-1] >= 0] += start  # -1: continues no token
         first, end = start, start + len(sample.prompt_ids)
         columns["token_ids"][start:end] = sample.prompt_ids
         answered, places = end - 1, [np.arange(start, end)]
@@ -131,8 +133,8 @@ def _columns(samples: list[SamplePlan], arrays: Any) -> Samples:
             token_ids, logprobs, chosen = next(arrays)
             places.append(np.arange(start, end))
             if chosen is not None:
-                line = path_numbers(sample.segments, number)
-                experts.fill([places[0], *(places[1 + n] for n in line)], chosen)
+                path = path_numbers(sample.segments, number)  # what it continues, in a tree
+                experts.fill([places[0], *(places[1 + n] for n in path)], chosen)
             columns["token_ids"][start:end] = token_ids
             if sample.is_trained and segment.reward and answered >= first:
                 columns["rewards"][answered] += segment.reward

@@ -171,10 +171,11 @@ class RolloutService:
     # ------------------------------------------------------------------------- asked by the trainer
 
     async def start(self, receipts: Sequence[str] = ()) -> None:
-        """Start to generate, once the engines have the first weights; `receipts`: of these, for the
-        ledger.
+        """Start to generate, once the engines have the first weights. The first steps also use the
+        finished groups of the checkpoint that are not too old. `receipts`: digests of the weights,
+        for the ledger.
         """
-        self._closed_at = time.monotonic()
+        self._closed_at = time.monotonic()  # from which the first batch is timed
         self.engines.version = self.window.version
         cursor = self.window.cursor()
         started = Started(
@@ -190,7 +191,7 @@ class RolloutService:
         self.ledger.start(started)
         self._publish(self.window.version, receipts)
         for version, group in by_version(self._carried):
-            if self.window.adopt(group.ordinal, version, self._accepts(group)):
+            if self.window.adopt(group.ordinal, version, self._accepts(group)):  # not too old
                 seed = self._attempts.seed(group.ordinal, 0)
                 self.ledger.put(Carried(group.ordinal, group.prompt.index, version, seed))
                 self._adopted.add(group.ordinal)
@@ -229,8 +230,9 @@ class RolloutService:
         return plan
 
     async def release(self, version: int, receipts: Sequence[str] = ()) -> None:
-        """Note that weights of `version` are on the engines, and start the groups that this allows.
-        `receipts`: for the ledger; empty if unknown.
+        """Note that weights of `version` are on the engines, forget what only the steps before it
+        needed, and start the groups that this allows. `receipts`: digests of these weights, for the
+        ledger; empty if unknown.
         """
         self.ledger.release(version)
         self._publish(version, receipts)
@@ -238,10 +240,10 @@ class RolloutService:
         self._finished.release(version)
         self.engines.version = self.window.version
         self._released_at.setdefault(version, time.monotonic())
-        oldest = min(self.window.step, version) - self.limits.staleness
-        for known in [known for known in self._released_at if known < oldest]:
-            del self._released_at[known]
-        for step in [step for step in self._ready if step < version]:
+        oldest = min(self.window.step, version) - self.limits.staleness  # for later batches
+        for past in [past for past in self._released_at if past < oldest]:
+            del self._released_at[past]
+        for step in [step for step in self._ready if step < version]:  # all ranks have it
             del self._ready[step]
             self._transcripts.pop(step).cancel()
         for step in [step for step in self._cursors if step < version]:

@@ -113,6 +113,7 @@ class CorrectionConfig(Config):
         return self.high if self.high is not None else math.inf if usual is None else usual
 
     def check(self) -> None:
+        """Refuse bounds that are equal: with their ranges both are 1, and all else is cut off."""
         usual = BOUNDS.get(self.kind, (None, None))
         require(
             self.lower < self.upper,

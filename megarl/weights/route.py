@@ -91,12 +91,12 @@ class Route:
 
     @staticmethod
     def of_source(spec: RouteSpec, table: Sequence[ParameterSpec], source: int) -> Route:
-        """Raises `ValueError` if `table` is of another model than `spec`, or a degree cannot split
-        a tensor.
+        """The part of trainer rank `source`: the copies that it sends to engine ranks. Raises
+        `ValueError` if `table` is of another model than `spec`, or a degree cannot split a tensor.
         """
         plan = _plan(spec, table)
-        first = engine_rank_owned(table, 0, spec.engine_tensor)
-        return _route(spec, table, plan.of_source(source), first, plan.moved)
+        first_owned = engine_rank_owned(table, 0, spec.engine_tensor)  # of the first engine rank
+        return _route(spec, table, plan.of_source(source), first_owned, plan.moved)
 
     @staticmethod
     def of_destination(spec: RouteSpec, table: Sequence[ParameterSpec], destination: int) -> Route:

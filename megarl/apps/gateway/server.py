@@ -168,11 +168,12 @@ class Gateway:
     """The ASGI application that answers the calls of the agents of `kit`."""
 
     def __init__(self, kit: Agents) -> None:
+        """`kit`: the agents' settings, open rollouts, chat template and codec."""
         self._kit = kit
         self._is_for_tools: bool | None = None
-        """Whether the chat template writes tools; None until a call has some."""
+        """Whether the chat template shows tools to the model; None until a call has tools."""
         self._left_out: set[str] = set()
-        """Types of tools which the model was not shown, as they were told."""
+        """Types of tools that the model is not shown, and of which the user has been told so."""
         self.connections: dict[Any, ClientConnection] = {}
         """{(host, port) of a client: its connection}"""
 

@@ -262,17 +262,18 @@ class _Reader:
         return _joined("ratio", items)
 
     def _sum(self, depth: int, *, bars: bool = False) -> Node:
+        """Parse a sum of terms signed +, - or plus-minus. `bars`: a bar ends it, as in |x|."""
         terms: list[Node] = []
         while not terms or self.type in ("sign", "pm"):
-            negative, either = False, ""
+            negative, pm = False, ""
             while self.type in ("sign", "pm"):
                 sign = self.take()
                 negative ^= sign in "-\u2212\u2013"
-                either = sign if sign not in "+-\u2212\u2013" else either
+                pm = sign if sign not in "+-\u2212\u2013" else pm
             term = self._product(depth, bars=bars)
             if negative:
                 term = Node("negative", (term,))
-            terms.append(Node("pm", (term,), "-" if "mp" in either else "+") if either else term)
+            terms.append(Node("pm", (term,), "-" if "mp" in pm else "+") if pm else term)
         return _joined("sum", terms)
 
     def _product(self, depth: int, *, bars: bool) -> Node:
