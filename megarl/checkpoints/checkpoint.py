@@ -354,6 +354,10 @@ class Checkpoints:
         `UserError` if a weight is not finite, or a model is missing that this run trains.
         """
         progress = read_progress(path)
+        # Later evaluations are void: the best checkpoint would be removed for one of them.
+        self._scores = {
+            step: score for step, score in self._scores.items() if step <= progress.step
+        }
         for folder, engine in self._engines.items():
             if not (path / folder).is_dir():
                 raise UserError(

@@ -49,7 +49,13 @@ def plan_folder(
         if owns and isinstance(config, AnyConfig):
             if starts:
                 patience_s = config.training.checkpoint.owner_timeout_s
-                owner = lease.take(Path(config.folder), patience_s=patience_s)
+                try:
+                    owner = lease.take(Path(config.folder), patience_s=patience_s)
+                except OSError as error:
+                    raise ValueError(
+                        f"folder is {config.folder}, but no file can be made there ({error}); set"
+                        " folder to a folder of your own"
+                    ) from None
                 stack.callback(owner.release)
             else:
                 lease.refuse_living(Path(config.folder))

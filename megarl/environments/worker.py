@@ -394,11 +394,12 @@ class Host:
 
     async def _leave(self, key: str, session: Any, *, goes_on: bool) -> None:
         """Leave a session open after its call, unless it has ended or was discarded meanwhile."""
-        if goes_on and key in self._in_call:
+        is_open = key in self._in_call
+        self._in_call.pop(key, None)  # first: `cut_off` must not cancel the session's close
+        if goes_on and is_open:
             self._open[key] = session
         else:
             await self._close(session)
-        self._in_call.pop(key, None)
 
     async def _close(self, session: Any) -> None:
         """Call the session's `close`, if it has one; the rollout has ended, so an error is only

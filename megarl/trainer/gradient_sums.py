@@ -36,14 +36,16 @@ def keep_on_device(optimizer: Any) -> None:
     parameters, under ZeRO 2 during a step's passes only. Raises `UserError` for another version of
     DeepSpeed.
     """
-    if not deepspeed.__version__.startswith(KNOWN):
+    is_stage_3 = isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3)
+    name = PARTS if is_stage_3 else "_use_compact_grad_partition_buffer"
+    if not (deepspeed.__version__.startswith(KNOWN) and hasattr(optimizer, name)):
         raise UserError(
             f"training.offload_optimizer: DeepSpeed {deepspeed.__version__} may add up gradients in"
             " another way than 0.19.8, for which megarl keeps the sums on the GPU until the"
             " optimizer step; install deepspeed==0.19.8, or set training.zero_stage to 3 and"
             " training.offload_gradients to micro_batch"
         )
-    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+    if is_stage_3:
         _move_sums(optimizer)
     elif optimizer.partition_gradients:  # ZeRO 2
         # In float32 DeepSpeed answers False, and then adds up on the host.

@@ -108,9 +108,13 @@ class Publisher(Publication[SendsWeights]):
                 update = self.engines.update(version, timeout_s=self.config.timeout_s)
             answers = self._send(sources, update, digests)
         except Exception as error:  # gathered below, so that no rank waits for this one
-            self._sender.abort()
-            unsettled = update.settle(timeout_s=SETTLE_S) if update is not None else []
-            failure = self._explain(error, version, unsettled)
+            cause, unsettled = error, list[int]()
+            try:
+                self._sender.abort()
+                unsettled = update.settle(timeout_s=SETTLE_S) if update is not None else []
+            except Exception as later:  # the service died too
+                cause = later
+            failure = self._explain(cause, version, unsettled)
         world = self.mesh.world
         if failures := list(filter(None, gather_objects(failure, world))):
             _, problem, lost = min(failures, key=lambda cause: cause[0])
