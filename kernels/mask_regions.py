@@ -206,11 +206,11 @@ def _masked(
     if is_split:
         yield MaskRegion(rows[a], rows[b - 1] + 1, low, high, "full")
     for begin in range(a, b, TILE):
-        part = range(begin, min(begin + TILE, b))
+        tile = range(begin, min(begin + TILE, b))
         if not is_split:
-            span = (min(first[i] for i in part), upto[part[-1]], "stairs")
-            yield MaskRegion(rows[begin], rows[part[-1]] + 1, *span)
-        elif edge := [i for i in part if has_others[i - a]]:
+            span = (min(first[i] for i in tile), upto[tile[-1]], "stairs")
+            yield MaskRegion(rows[begin], rows[tile[-1]] + 1, *span)
+        elif edge := [i for i in tile if has_others[i - a]]:
             k0, k1 = min(low, *(first[i] for i in edge)), max(high, upto[edge[-1]])
             yield MaskRegion(rows[edge[0]], rows[edge[-1]] + 1, k0, k1, "edges", (low, high))
 

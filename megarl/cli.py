@@ -33,8 +33,8 @@ LONGEST_MESSAGE = 2000
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Run the words after `megarl` (None: this process's), and end the process with an exit
-    code.
+    """Run a command and end the process with its exit code. `arguments`: the words after `megarl`,
+    by default those of this process.
     """
     if arguments is None:
         use_utf8()

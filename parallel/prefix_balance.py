@@ -110,7 +110,7 @@ class FamilyBalance:
                 [[n for number in row for n in of_rank[number]] for row in rows]
                 for of_rank, rows in zip(chunks, rows_in_step(lengths, budget), strict=True)
             ]
-        packed = [[part for row in rows for part in self._halved(row, budget)] for rows in packed]
+        packed = [[half for row in rows for half in self._halved(row, budget)] for rows in packed]
         most = max(map(len, packed))
         return [rows + [[] for _ in range(most - len(rows))] for rows in packed]
 
@@ -124,22 +124,22 @@ class FamilyBalance:
             elif tokens <= budget:
                 chunks.append(family)
             else:
-                for part in self._first_fit(family, budget):
-                    chunks += self._halved(part, budget)
+                for members in self._first_fit(family, budget):
+                    chunks += self._halved(members, budget)
         return chunks
 
     def _first_fit(self, family: Sequence[int], budget: int) -> list[list[int]]:
         """A family in few parts of at most `budget` tokens, the longest unit first."""
         prefix = self.sizes[family[0] * self.together].shareable
-        own = {unit: self.tokens([unit]) - prefix for unit in family}
+        rests = {unit: self.tokens([unit]) - prefix for unit in family}
         parts, rooms = list[list[int]](), list[int]()
-        for unit in sorted(family, key=lambda unit: (-own[unit], unit)):
-            number = next((n for n, room in enumerate(rooms) if own[unit] <= room), len(parts))
+        for unit in sorted(family, key=lambda unit: (-rests[unit], unit)):
+            number = next((n for n, room in enumerate(rooms) if rests[unit] <= room), len(parts))
             if number == len(parts):
                 parts.append([])
                 rooms.append(budget - prefix)
             parts[number].append(unit)
-            rooms[number] -= own[unit]
+            rooms[number] -= rests[unit]
         return parts
 
     def _is_nested(self, units: Sequence[int]) -> bool:

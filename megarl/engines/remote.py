@@ -156,7 +156,9 @@ class EngineActor(ChannelActor):
 
 
 def reported_tokens(num_prompt: int, segments: Sequence[Segment]) -> int:
-    """How many first tokens of prompt and `segments` have experts in the segments' arrays."""
+    """Count the leading tokens, of a prompt with `num_prompt` tokens and the `segments` after it,
+    whose chosen experts the engine has reported; 0 for a model without experts.
+    """
     ends = itertools.accumulate((segment.num_tokens for segment in segments), initial=num_prompt)
     counts = [
         end - 1  # an engine does not compute the last token that it samples

@@ -93,8 +93,8 @@ class Codec:
         )
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        """The text of token ids [T], without a last end of turn and special tokens, but with tags
-        of thinking.
+        """The text of a turn's token ids [T]. Special tokens and the end of the turn are left out;
+        tags of thinking, such as `</think>`, stay.
         """
         ids = np.asarray(token_ids).tolist()
         ids = ids[:-1] if ids and ids[-1] in self.ends else ids
@@ -106,7 +106,9 @@ class Codec:
         return "".join([*parts, self.tokenizer.decode(ids[start:], skip_special_tokens=True)])
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of `text`, which may be marked, without special tokens at its ends."""
+        """The token ids of `text`, to which the tokenizer adds no special tokens. A `MARK` in it
+        keeps a user's text from becoming a control token (`megarl.data.control_tokens`).
+        """
         if MARK in text and self.control is not None:
             return self.control.ids(text, add_special_tokens=False)
         if self.is_bare:  # a batch, as `encode` of a single text keeps Python's lock
@@ -114,8 +116,9 @@ class Codec:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def reply(self, text: str, last: int | None = None) -> str:
-        """The marked text of a user's turn, from behind the model's turn to its next one. `last`:
-        the last token of the model's turn; if it does not end the turn, the end is added.
+        """What the model reads between two of its turns: the user's `text` inside the chat
+        template's markup, for `encode`. `last`: the last token of the model's turn; the end of the
+        turn is added if this is another token.
         """
         before, after = self.around
         if last is not None and last != self.opening:

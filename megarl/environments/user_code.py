@@ -175,9 +175,9 @@ def load_by_path(path: Path, name: str, setting: str, sources: Sources | None = 
     there and runs once in a process. Raises `ValueError` that names the recipe's key `setting`, if
     the file does not import, or has no such function, or class where `setting` names one.
     """
-    kind, fits = "function", inspect.isfunction
+    noun, fits = "function", inspect.isfunction
     if setting in CLASSES:
-        kind, fits = "class", inspect.isclass
+        noun, fits = "class", inspect.isclass
     where = str(path.resolve())
     held = sources if sources is not None and where in sources else read_sources([path])
     content = held[where]
@@ -199,10 +199,10 @@ def load_by_path(path: Path, name: str, setting: str, sources: Sources | None = 
     target = getattr(module, name, None)
     public = [key for key, value in vars(module).items() if fits(value) and not key.startswith("_")]
     listed = ", ".join(public) or "(none)"
-    require(target is not None, f"{setting}: {path} has no {kind} '{name}'; set one of: {listed}")
+    require(target is not None, f"{setting}: {path} has no {noun} '{name}'; set one of: {listed}")
     require(
-        callable(target) if kind == "function" else fits(target),
-        f"{setting}: '{name}' of {path} is {type(target).__name__}, not a {kind}; set"
+        callable(target) if noun == "function" else fits(target),
+        f"{setting}: '{name}' of {path} is {type(target).__name__}, not a {noun}; set"
         f" one of: {listed}",
     )
     return target

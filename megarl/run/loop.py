@@ -188,7 +188,7 @@ def save(parts: Parts, done: int) -> None:
     """
     record_batch(parts, None, done)  # waits until all earlier batches are on the disk
     cursor = parts.rollouts.cursor(done)
-    is_writer = parts.context.mesh.sample.rank == 0  # one rank of each data rank
+    is_writer = parts.context.mesh.sample.rank == 0  # one of the ranks with the same samples
     groups = parts.rollouts.unused(done) if is_writer else ()
     # Only now: ranks without a part of the policy then wait for this rank in a collective.
     tell(parts, "save", done)

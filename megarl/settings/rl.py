@@ -123,8 +123,8 @@ class RunConfig(AnyRunConfig):
 
     @property
     def group_filter(self) -> str:
-        """Which groups are trained on, "differing" rewards or "all": `rollout.filter`, by default
-        "differing" for an advantage that compares the rollouts of a group.
+        """Which groups are trained on: `rollout.filter`. By default "differing", those with
+        different rewards, if the advantage compares the rollouts of a group; otherwise "all".
         """
         usual = "differing" if self.algorithm.advantage in COMPARING else "all"
         return self.rollout.filter or usual
@@ -169,7 +169,9 @@ class RunConfig(AnyRunConfig):
 
     @property
     def warmup_steps(self) -> int:
-        """Steps at the start of the run in which only the critics learn."""
+        """Steps at the start of the run that train the critics and leave the policy as it is: the
+        most that a critic's `warmup_steps` asks for.
+        """
         return max((critic.warmup_steps for critic in self.all_critics.values()), default=0)
 
 

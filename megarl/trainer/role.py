@@ -55,9 +55,10 @@ class Role:
         head: HeadName = "logprobs",
         optimizer_steps: int | None = None,
     ) -> None:
-        """`head`: see `megarl.trainer.heads`. `optimizer_steps`: of the whole run, for the
-        learning-rate schedule; None makes a frozen model, with adapters only if `training.lora`
-        names some to start from. Raises `UserError` on every rank if a weight is not finite.
+        """Load the model. `head`: what it computes from its hidden states (`megarl.trainer.heads`).
+        `optimizer_steps`: their number in the whole run, for the learning-rate schedule; None for
+        a frozen model, which has LoRA adapters only if `training.lora.adapter` names them. Raises
+        `UserError` on every rank if a weight is not finite.
         """
         if optimizer_steps is None and not training.lora.adapter:  # new adapters change nothing
             training = replace(training, lora=LoraConfig())

@@ -422,8 +422,8 @@ class TrainEngine:
         return [_own_values(parameter, self.mesh.gradient.rank) for parameter in parameters]
 
     def whole_adapters(self) -> dict[str, torch.Tensor]:
-        """{name: whole tensor} of the LoRA adapters and the score head, if any, on every rank;
-        empty without adapters. Collective.
+        """{parameter name: whole tensor} of all LoRA adapters and, in a model that scores, of its
+        score head; the same on every rank, {} without adapters. Collective.
         """
         if self.module.adapters is None:
             return {}

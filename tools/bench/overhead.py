@@ -137,9 +137,10 @@ def refuse_other_training(made: list[list[float]], records: list[dict[str, Any]]
 
 
 def run_loop(args: Args, kind: str, limit: int, groups: int) -> dict[str, Any]:
-    """A run of megarl in `args.work`/run: {"step_s": seconds of each counted step, "phases",
-    "records"}. One further step follows the counted ones, since a step ends where the next one
-    begins.
+    """Run megarl in `args.work`/run, with `groups` prompts a step and `limit` new tokens a sample.
+    `kind`: of `KINDS`. Returns {"step_s": seconds of each counted step, "phases": the means of its
+    phases' metrics, "records": the metrics of every step}. One more step follows the counted ones,
+    since a step ends where the next one begins.
     """
     from megarl.system.spans import FOLDER
     from megarl.system.trace_files import read_traces

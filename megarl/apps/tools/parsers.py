@@ -58,9 +58,9 @@ class CallReader:
             messages=[{"role": "user", "content": ""}],
             tools=list(schemas),  # type: ignore[arg-type]
         )
-        parser_class = ToolParserManager.get_tool_parser(parser)
+        parser_class: Any = ToolParserManager.get_tool_parser(parser)
         try:
-            self._parser = parser_class(tokenizer, self._request.tools)  # type: ignore[arg-type]
+            self._parser = parser_class(tokenizer, self._request.tools)
         except Exception as error:
             raise ValueError(
                 f"{setting} is '{parser}', which does not fit the model's tokenizer: {error}; set"

@@ -187,31 +187,24 @@ def good(group: Sequence[Record], least: float) -> list[Record]:
 
 
 def best(group: Sequence[Record], least: float) -> Iterator[Record]:
-    """Yield the response with the highest reward among those that are not blank, not cut off and
-    have a reward of at least `least`, as a dict {prompt, response, answer, reward, ...}, a row of
-    the data set. Of equal rewards the first response counts. Yields nothing without such a
-    response. `group`: all responses to one prompt, as dicts with these keys and `finish` ("stop" if
-    not cut off).
+    """Yield one row of the data set, {prompt, response, answer, reward, ...}: the response of
+    `good(group, least)` with the highest reward, of equal ones the first. Nothing without one.
     """
     yield from map(_row, good(group, least)[:1])
 
 
 def everything(group: Sequence[Record], least: float) -> Iterator[Record]:
-    """Yield each response to a prompt that is not blank, not cut off and has a reward of at least
-    `least`, best first, as a dict {prompt, response, answer, reward, ...}, a row of the data set.
-    `group`: all responses to the prompt, as dicts with these keys and `finish` ("stop" if not cut
-    off).
+    """Yield a row of the data set, {prompt, response, answer, reward, ...}, for each response of
+    `good(group, least)`, best first.
     """
     yield from map(_row, good(group, least))
 
 
 def best_and_worst(group: Sequence[Record], least: float) -> Iterator[Record]:
-    """Yield one pair of responses to a prompt, as a dict {prompt, chosen, rejected, margin,
-    answer}, a row of the data set. `chosen` has the highest reward of those that are not blank, not
-    cut off and have a reward of at least `least`. `rejected` has the lowest reward of those that
-    are not blank; `margin` is the difference of the two rewards. Yields nothing without a chosen
-    response, or if no other has less reward. `group`: all responses to the prompt, as dicts with
-    `prompt`, `response`, `answer`, `reward` and `finish` ("stop" if not cut off).
+    """Yield one row of the data set, {prompt, chosen, rejected, margin, answer}: `chosen` is the
+    best response of `good(group, least)`, `rejected` the one of `group` with the lowest reward that
+    is not blank, `margin` the difference of their rewards. Nothing without two such responses of
+    different rewards.
     """
     for top in good(group, least)[:1]:
         worse = [
@@ -251,10 +244,10 @@ def write(path: Path, text: str) -> None:
 def sample_summary(
     config: RunConfig, groups: Sequence[Sequence[Record]], rows: Sequence[Record]
 ) -> dict[str, Any]:
-    """Statistics of a sampling run, as a dict for JSON: fractions of right responses (`accuracy`,
-    and `accuracy_of_best`, where each prompt has its response of highest reward), mean rewards
-    (`reward/mean`, `reward/best`), numbers of prompts and rows, and settings. `groups`: responses,
-    [prompt][sample], not all empty, as dicts with `reward` and `correct`; `rows`: the rows kept.
+    """Summarise a sampling run for JSON: `accuracy` and `reward/mean` over all responses,
+    `accuracy_of_best` and `reward/best` over the response with the highest reward of each prompt,
+    numbers of prompts and rows, and settings. `groups`: [prompt][sample] responses, as dicts with
+    `reward` and `correct`, at least one. `rows`: of the data set.
     """
     records = [record for group in groups for record in group]
     best_of = [max(group, key=lambda record: record["reward"]) for group in groups if group]

@@ -93,13 +93,13 @@ class Task(ABC):
 
     @abstractmethod
     def batch(self, rows: Sequence[Any]) -> Any:
-        """Make the batch of `rows`, elements of the data set. Called on rank 0 alone, which
-        broadcasts the batch to all ranks.
+        """Make the batch of a step from `rows` of the data set. Only rank 0 calls it, and then
+        broadcasts the batch.
         """
 
     @abstractmethod
     def begin(self, batch: Any) -> StepLoss:
-        """Return the object that computes the loss of `batch`, which is the same on every rank."""
+        """Return the loss of `batch`, which is the same on every rank, over this rank's share."""
 
     def take(self, first: int, count: int, *, stops: bool) -> Any:
         """The batch of `count` rows from position `first` of the training order, the same on every

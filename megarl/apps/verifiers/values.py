@@ -106,7 +106,7 @@ def at_points(node: Node) -> tuple[tuple[Any, Any], ...] | None:
             (_value(node, point, PRECISIONS[0]), _value(node, point, PRECISIONS[1]))
             for point in range(len(POINTS) if variables(node) else 1)
         )
-    except (ArithmeticError, ValueError, NotImplementedError):
+    except (ArithmeticError, ValueError, NotImplementedError):  # the last two are of mpmath
         return None
 
 
