@@ -49,8 +49,10 @@ def refuse(problem: str) -> None:
 
 def download(lock: Path, version: str, wheels: Path) -> None:
     """Fetch the lock's wheels for a version of Python; DeepSpeed has none, and is built."""
-    pinned = re.findall(r"^(?!deepspeed).*==.*", lock.read_text(), re.M)
-    built = re.findall(r"^deepspeed==.*", lock.read_text(), re.M)
+    text = lock.read_text()
+    # `===`: another index's 2.13.0+cpu also is torch==2.13.0.
+    pinned = [line.replace("==", "===") for line in re.findall(r"^(?!deepspeed).*==.*", text, re.M)]
+    built = re.findall(r"^deepspeed==.*", text, re.M)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     platforms = ["manylinux1", "manylinux2014", *(f"manylinux_2_{minor}" for minor in range(5, 40))]
     tags = [f"--platform={platform}_x86_64" for platform in platforms]

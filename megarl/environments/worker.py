@@ -19,9 +19,11 @@ import resource
 import signal
 import socket
 import sys
+import sysconfig
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -440,9 +442,17 @@ class Host:
 
 
 def _said(error: BaseException) -> str:
+    """An error and the last line of the user's code that it passed."""
     name = type(error).__name__
+    megarl = str(Path(__file__).parents[1])
+    others = (megarl, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
+    lines = [
+        f" ({Path(frame.filename).name}, line {frame.lineno})"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(others)
+    ]
     try:
-        return f"{name}: {error}"
+        return f"{name}: {error}{''.join(lines[-1:])}"
     except BaseException:
         return name
 

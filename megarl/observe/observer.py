@@ -198,6 +198,7 @@ _SHOWN = (
     ("reward/mean", "reward {:+.3f}"),
     ("accuracy", "accuracy {:.1%}"),
     ("length/mean", "length {:.1f}"),
+    ("length/truncated_share", "cut off {:.0%}"),
     ("loss", "loss {:.4f}"),
     ("tokens/generated_per_s", "{:,.0f} tokens/s"),
     ("tokens/trained_per_s", "{:,.0f} tokens/s"),
@@ -210,6 +211,7 @@ def shown_metrics(metrics: Mapping[str, float | None], *, separator: str = "  ")
     # A policy gradient's loss says nothing about progress.
     hidden = {"loss"} if "reward/mean" in metrics else set()
     hidden |= {"tokens/trained_per_s"} if "tokens/generated_per_s" in metrics else set()
+    hidden |= set() if metrics.get("length/truncated_share") else {"length/truncated_share"}
     return separator.join(
         template.format(metrics[name])
         for name, template in _SHOWN

@@ -202,7 +202,7 @@ def test_a_verifier_that_cannot_be_loaded_stops_the_run(
 
 def test_a_failure_costs_its_own_sample_only(own: str) -> None:
     bad = {
-        "raise": ("error", "RuntimeError: no \u00fcse"),
+        "raise": ("error", "RuntimeError: no \u00fcse \ud800 (own.py, line "),
         "loop": ("response_limit", "no verdict within environment.time_limit_s = 0.5 s"),
         "regex": ("response_limit", "no verdict"),
         "sleep": ("timeout", "no verdict"),

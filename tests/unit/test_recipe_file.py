@@ -172,6 +172,7 @@ def test_the_command_line_overrides(words: list[str], key: str, value: Any, tmp_
      "training.optimizer.learning_rat: unknown key; did you mean 'learning_rate'?"),
     (["--steps", "many"], "steps is 'many'; it should be a valid integer"),
     (["--steps"], "--steps has 0 values"),
+    (["--resume"], "write one: --resume auto"),
     (["--steps", "1", "2"], "--steps has 2 values"),
     (["--rollout", "1"], "--rollout is a section"),
     (["--folder.x", "1"], " --folder.x 1: folder is {'x': '1'}; it should be a valid string"),
