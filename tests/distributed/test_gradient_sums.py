@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -256,3 +257,9 @@ def test_another_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deepspeed.__version__", "0.20.0")
     with pytest.raises(UserError, match=r"0\.20\.0 may add up gradients in another way"):
         keep_on_device(optimizer)
+    monkeypatch.undo()
+    delattr(optimizer, PARTS)
+    other: Any = SimpleNamespace(partition_gradients=True)  # of ZeRO 2, and built otherwise too
+    for one in (optimizer, other):
+        with pytest.raises(UserError, match="may add up gradients in another way"):
+            keep_on_device(one)

@@ -61,8 +61,9 @@ class Engine:
 
 
 class Answer:
-    def __init__(self, engines: Sequence[Engine], version: int) -> None:
+    def __init__(self, engines: Sequence[Engine], version: int, service_dies: bool) -> None:
         self.outcomes: dict[int, Any] = {}
+        self.service_dies = service_dies
         self.threads = [
             threading.Thread(target=self._take, args=(n, e, version)) for n, e in enumerate(engines)
         ]
@@ -92,6 +93,8 @@ class Answer:
     def settle(self, *, timeout_s: float) -> list[int]:
         for thread in self.threads:
             thread.join(timeout_s)
+        if self.service_dies:
+            raise ProcessLost("the rollout service is gone")
         return [number for number, outcome in self.outcomes.items() if isinstance(outcome, OSError)]
 
 
@@ -100,7 +103,7 @@ class Engines:
 
     def __init__(self, count: int) -> None:
         self.engines, self.replaced, self.admit_fails = [Engine() for _ in range(count)], [], False
-        self.members, self.start_slowly = list(range(count)), False
+        self.members, self.start_slowly, self.service_dies = list(range(count)), False, False
 
     def present(self) -> list[Engine]:
         return [self.engines[number] for number in self.members]
@@ -113,7 +116,7 @@ class Engines:
             self.engines[number].connect(info)
 
     def update(self, version: int, *, timeout_s: float) -> Answer:
-        return Answer(self.present(), version)
+        return Answer(self.present(), version, self.service_dies)
 
     def score(self, token_ids: list[int], *, timeout_s: float) -> list[list[float]]:
         return [[0.0] * (len(token_ids) - 1) for _ in self.members]
@@ -195,6 +198,7 @@ def publishes(case: str) -> list[str]:
             if engines is not None:
                 engines.start_slowly = "slow start" in case
                 engines.admit_fails = wrong and "admit" in case
+                engines.service_dies = wrong and "service" in case
                 dies = any(word in case for word in ("dies", "hangs", "both"))
                 engines.engines[victim].dies_at = 2 if wrong and dies else -1
                 engines.engines[victim].hangs = "hangs" in case
@@ -220,6 +224,10 @@ CASES = {
     "a rank fails": ("publishing version 1 failed on rank 1: out of memory, say", []),
     "a rank fails, one bucket": ("publishing version 1 failed on rank 1: out of memory, say", []),
     "an engine dies": ("replaced 1", [0]),
+    "an engine dies, and the service": (
+        "publishing version 1 failed on rank 0: the rollout service is gone",
+        [],
+    ),
     "both engines die": ("replaced 1", [0, 1]),
     "an engine dies, messages": ("replaced 1", [1]),
     "an engine hangs from the start, messages": ("replaced 1", [1]),

@@ -14,8 +14,10 @@ from support.tiny import sft_config
 from megarl.api import Result
 from megarl.apps.runs.chat import model_of
 from megarl.checkpoints.checkpoint import Checkpoints
+from megarl.checkpoints.progress import Progress, write_progress
 from megarl.errors import UserError
 from megarl.observe.observer import EVALUATIONS
+from megarl.parallel.mesh import Axis
 from megarl.settings.config import PreferenceConfig, RunConfig
 
 NAN = float("nan")
@@ -74,6 +76,20 @@ def test_the_best_stays(
     tmp_path: Path,
 ) -> None:  # fmt: skip
     assert train(tmp_path, best, keep, values, begun) == stay
+
+
+def test_evaluations_after_the_resumed_step_do_not_count(tmp_path: Path) -> None:
+    """The run was killed between its best evaluation and the checkpoint of that step."""
+    best, folder = "eval/accuracy", tmp_path / "checkpoints"
+    assert train(tmp_path, best, 1, {1: 0.5}) == [1]
+    with (tmp_path / EVALUATIONS).open("a") as file:
+        file.write(json.dumps({"step": 2, best: 0.9}) + "\n")
+    write_progress(folder / "step_000001", Progress(1, 0, 0, "", "", ""))
+    resumed = opened(tmp_path, best, 1)
+    resumed.everyone = Axis("world", 1, 0, (0,), None)
+    resumed.load(folder / "step_000001")
+    commit(resumed, 2)
+    assert {path.name for path in folder.iterdir()} == {"step_000001", "step_000002"}
 
 
 def test_an_evaluation_without_the_metric_ends_the_run(tmp_path: Path) -> None:

@@ -16,9 +16,11 @@ from types import SimpleNamespace
 
 import pytest
 from support.commands import python, until
+from support.tiny import sft_config
 
 from megarl.checkpoints import lease as leases
 from megarl.checkpoints.lease import ENDED, NAME, Record, read_owner, take
+from megarl.checkpoints.run_folder import plan_folder
 
 CHILD = """import sys, time
 from pathlib import Path
@@ -205,6 +207,9 @@ def test_a_start_on_a_full_disk_leaves_no_lease(
         patch.setattr(leases.os, "pwrite", full)
         with pytest.raises(OSError, match="No space left"):
             take(tmp_path, patience_s=1)
+        told = "no file can be made there .*No space left.*; set folder to a folder of your own"
+        with pytest.raises(ValueError, match=told), plan_folder(sft_config(tmp_path)):
+            pass
     assert read_owner(tmp_path) is None and len(os.listdir(tmp_path)) == 1
     take(tmp_path, patience_s=100).release()
 

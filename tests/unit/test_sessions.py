@@ -20,6 +20,8 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.codec import Codec
 from megarl.environments.scores import Outcome
 from megarl.environments.scoring import Environment
+from megarl.environments.user_calls import UserCalls
+from megarl.environments.worker import Host
 from megarl.environments.workers import Workers
 from megarl.rollout.attempts import Attempts
 from megarl.rollout.requests import EnginePool
@@ -358,6 +360,33 @@ async def test_a_discarded_session_is_closed_after_its_call(tmp_path: Path) -> N
         async with asyncio.timeout(20):  # else a session was left open
             while not marks.exists() or marks.read_text() != "closed closed ":
                 await asyncio.sleep(0.05)
+
+
+async def test_a_cut_off_does_not_cancel_the_close_of_a_session() -> None:
+    """Of an agent, whose calls a cut-off cancels; here without a worker process."""
+    closes, goes, closed = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    class Fails:
+        async def start(self, prompt: Prompt) -> None:
+            raise ValueError("no game")
+
+        async def close(self) -> None:
+            closes.set()
+            await goes.wait()
+            closed.set()
+
+    nothing: Any = None
+    agent: Any = {"command": ["python", "agent.py"]}
+    host = Host(nothing, asyncio.get_running_loop())
+    host._config, host._calls = EnvironmentConfig(agent=agent), UserCalls(1)
+    host._make = Fails
+    begins = asyncio.create_task(host.begin("a", prompt()))
+    await closes.wait()
+    await host.cut_off("a", None)
+    goes.set()
+    with pytest.raises(ValueError, match="no game"):
+        await begins
+    assert closed.is_set()
 
 
 async def test_code_that_catches_its_cancellation(tmp_path: Path) -> None:
