@@ -42,7 +42,7 @@ from megarl.parallel.layout import Layout
 from megarl.parallel.mesh import Axis, ProcessMesh
 from megarl.settings.config import AnyConfig, RunConfig, dump, with_steps
 from megarl.settings.recipe_file import read_tree
-from megarl.settings.schema import Config, defaults, leaves, shortened
+from megarl.settings.schema import Config, defaults, is_own, leaves, shortened
 from megarl.settings.training import CriticConfig, ModelConfig, TrainingConfig
 from megarl.system import console, signals
 from megarl.system.host_memory import keep_freed_memory
@@ -387,7 +387,9 @@ def open_context(config: AnyConfig, inputs: RunInputs) -> Iterator[RunContext]:
                 recording.make(keep=inputs.resume_from is not None)
             if device.type == "cpu" and (slow := slow_precision_warning(training.precision)):
                 console.say(slow)
-            if device.type == "cuda" and training.attention == "auto":
+            if is_own(training.sequence.block):
+                console.say(f"all attention is computed by {training.sequence.block}")
+            elif device.type == "cuda" and training.attention == "auto":
                 console.say(attention_line(training.dtype, device, head_width(inputs.hf)))
         broadcast_object(None, mesh_module.all_ranks())  # the folder is there
         if not run.is_main:
