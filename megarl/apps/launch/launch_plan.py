@@ -152,12 +152,14 @@ def deal_gpus(plan: LaunchPlan, nodes: Sequence[Sequence[str]], listed: str) -> 
     """
     pool = [[Gpu(number, name) for name in names] for number, names in enumerate(nodes)]
     have = sum(map(len, pool))
-    share = "colocated " if plan.colocated else ""
+    share, turns = "colocated ", ""
+    if not plan.colocated:
+        share, turns = "", " set rollout.placement to colocated,"
     require(
         have >= plan.num_gpus,
         f"{plan.num_ranks} trainer ranks and {plan.num_engines} {share}engines of {plan.tensor}"
-        f" need {plan.num_gpus} GPUs, but {listed}; change the recipe's training.layout and"
-        " rollout.num_engines, free GPUs, or rehearse with --cpu",
+        f" need {plan.num_gpus} GPUs, but {listed};{turns} change the recipe's"
+        " training.layout and rollout.num_engines, free GPUs, or rehearse with --cpu",
     )
     for each in range(min(len(pool[0]), plan.num_ranks), 0, -1):
         num_nodes, rest = divmod(plan.num_ranks, each)
