@@ -114,12 +114,10 @@ class CorrectionConfig(Config):
 
     def check(self) -> None:
         """Refuse bounds that are equal: with their ranges both are 1, and all else is cut off."""
-        usual = BOUNDS.get(self.kind, (None, None))
         require(
             self.lower < self.upper,
             f"algorithm.correction.low is {self.lower:g} and high {self.upper:g}, between which"
-            f" there is no weight but 1; set low below high, for '{self.kind}' usually"
-            f" {usual[0]} and {usual[1]}",
+            " there is no weight but 1; set low below high",
         )
 
 

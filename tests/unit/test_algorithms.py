@@ -498,7 +498,7 @@ def test_only_tis_truncates(name: str) -> None:
      "low is 0.5, but .*kind is 'decoupled', which does not use it"),
     (CorrectionConfig, {"high": 2.0}, "high is 2.0, but .*kind is 'none', .* 'decoupled' or 'tis'"),
     (CorrectionConfig, {"kind": "icepop", "low": 1.0, "high": 1.0},
-     "low is 1 and high 1, .* set low below high, for 'icepop' usually 0.5 and 5.0"),
+     "low is 1 and high 1, .* set low below high"),
     (CorrectionConfig, {"kind": "tis", "allow_uncorrected": True},
      "allow_uncorrected is true, but .*kind is 'tis', .*; leave it out"),
     (AlgorithmConfig, {"loss": "reinforce", "clip_high": 5.0}, "clip_high is 5.0, but .*loss is 're"),
