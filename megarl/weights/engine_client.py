@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from megarl.system.ray_calls import SERVICE_TIMEOUT_S, THE_SERVICE, CallOutcome,
 from megarl.weights.transports.base import GIVEN_UP, Aborted
 
 DOING = "calling the engines"
+SIGN_OF_LIFE_S = 10.0
+"""Between questions whether the service lives, during a call that may take long."""
 
 
 class EngineCall:
@@ -66,9 +69,14 @@ class EngineClient:
         self._service, self._start_timeout_s = service, start_timeout_s
 
     def ask(self, method: str, *arguments: Any, timeout_s: float = 0.0) -> Any:
-        """The answer of a method of `EngineManager` that takes at most `timeout_s`."""
+        """The answer of a method of `EngineManager` that takes at most `timeout_s`. A service that
+        hangs is noticed within `SERVICE_TIMEOUT_S`, also if engines may take longer.
+        """
         reference = self._service.engine_call.remote(method, *arguments)
-        return ask(THE_SERVICE, reference, timeout_s + SERVICE_TIMEOUT_S, DOING)
+        ends = time.monotonic() + timeout_s
+        while time.monotonic() < ends and not ray.wait([reference], timeout=SIGN_OF_LIFE_S)[0]:
+            ask(THE_SERVICE, self._service.__ray_ready__.remote(), SERVICE_TIMEOUT_S, DOING)
+        return ask(THE_SERVICE, reference, SERVICE_TIMEOUT_S, DOING)
 
     def _begin(self, method: str, *arguments: Any, timeout_s: float) -> EngineCall:
         """Call a method of every engine."""

@@ -144,8 +144,10 @@ from megarl.system.process_env import own_cluster_token
 from megarl.rollout.ray_cluster import Cluster, started_processes
 from megarl.rollout.service_process import ServiceActor
 from megarl.settings.rollout import RolloutConfig
+from megarl.weights import engine_client
 from megarl.weights.engine_client import EngineClient
 
+engine_client.SERVICE_TIMEOUT_S = 3.0
 CONFIG = SimpleNamespace(
     rollout=RolloutConfig(groups_per_step=1, max_new_tokens=1), seed=0, steps=2,
     group_filter="all", greedy_baseline=False, algorithm=SimpleNamespace(truncated="train"),
@@ -178,13 +180,14 @@ if __name__ == "__main__":
         engines = EngineClient(service, starts.timeout_s)
         waits = service.engine_call.remote("ready")
         assert not ray.wait([waits], timeout=1.0)[0]
-        os.kill(processes("ray::ServiceActor")[0], signal.SIGKILL)
-        began = time.monotonic()
-        try:
-            engines.wait()
-        except RuntimeError as error:
-            print("test:", error)
-        assert time.monotonic() - began < 60
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            os.kill(processes("ray::ServiceActor")[0], number)
+            began = time.monotonic()
+            try:
+                engines.wait()
+            except RuntimeError as error:
+                print("test:", error)
+            assert time.monotonic() - began < 60
 
         other = ray.remote(ServiceActor).remote(arguments)
         ray.get(other.build.remote())
@@ -201,15 +204,18 @@ if __name__ == "__main__":
 
 
 @pytest.mark.nightly
-def test_a_service_that_dies_ends_a_wait_for_an_engine(tmp_path: Path) -> None:
-    """And one that is stopped just after its raylet's death is not left behind."""
+def test_a_service_that_hangs_or_dies_ends_a_wait_for_an_engine(tmp_path: Path) -> None:
+    """Long before the engine's time is up. And one that is stopped just after its raylet's death is
+    not left behind.
+    """
     (tmp_path / "script.py").write_text(SERVICE_DIES)
     process, mark = start([sys.executable, str(tmp_path / "script.py")], **UNFORKED)
     done = finish(process, mark, 180)
     said = re.findall("test: (.*)", done.out)
-    assert done.code == 0 and len(said) == 2, done.out + done.err[-3000:]
-    assert said[0].startswith("the rollout service died (calling the engines)")
-    assert said[1] == "gone"
+    assert done.code == 0 and len(said) == 3, done.out + done.err[-3000:]
+    assert said[0] == "the rollout service did not answer within 3 s (calling the engines)"
+    assert said[1].startswith("the rollout service died (calling the engines)")
+    assert said[2] == "gone"
     assert done.survivors == []
 
 
