@@ -51,7 +51,9 @@ def download(lock: Path, version: str, wheels: Path) -> None:
     """Fetch the lock's wheels for a version of Python; DeepSpeed has none, and is built."""
     text = lock.read_text()
     # `===`: another index's 2.13.0+cpu also is torch==2.13.0.
-    pinned = [line.replace("==", "===") for line in re.findall(r"^(?!deepspeed).*==.*", text, re.M)]
+    pinned = [
+        line.replace("==", "===", 1) for line in re.findall(r"^(?!deepspeed).*==.*", text, re.M)
+    ]
     built = re.findall(r"^deepspeed==.*", text, re.M)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     platforms = ["manylinux1", "manylinux2014", *(f"manylinux_2_{minor}" for minor in range(5, 40))]
@@ -204,9 +206,15 @@ def main(arguments: list[str] | None = None) -> None:
     wheels = options.wheels or out.with_name(f"{out.name}_wheels")
     if not options.wheels:
         download(lock, version, wheels)
+    found = sorted(wheels.glob("*.whl"))
+    if cpu := [wheel.name for wheel in found if "+cpu" in wheel.name]:
+        refuse(f"{wheels} has {cpu[0]}, which is not for CUDA; replace it")
+    counts = Counter(wheel.name.partition("-")[0].lower() for wheel in found)
+    if several := [name for name, count in counts.items() if count > 1]:
+        refuse(f"{wheels} has several versions of {several[0]}; keep the lock's")
     with tempfile.TemporaryDirectory(dir=wheels) as folder:
         root = Path(folder)
-        for wheel in sorted(wheels.glob("*.whl")):
+        for wheel in found:
             unpack_wheel(wheel, root / f"lib/python{version}/site-packages", root / "bin")
         files, left, usable = select(root, gpu)
         if not usable:

@@ -8,6 +8,8 @@ Standard output and standard error are recorded. Lines are cut at 118 characters
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 import subprocess
 import sys
@@ -28,12 +30,19 @@ def record(commands: list[str]) -> Printed:
         printed.append((time.monotonic() - began, f"$ {command}"))
         words = shlex.split(command)
         with subprocess.Popen(
-            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            words,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
         ) as process:
             assert process.stdout is not None
             for line in process.stdout:
                 sys.stderr.write(line)
-                printed.append((time.monotonic() - began, line.rstrip()))
+                text = re.sub(
+                    r"\x1b\[[0-9;]*m|[\x00-\x1f]", "", line
+                )  # colours, control characters
+                printed.append((time.monotonic() - began, text.rstrip()))
         if process.returncode:
             raise subprocess.CalledProcessError(process.returncode, command)
     return printed

@@ -9,9 +9,12 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import os
 import sys
+import traceback
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -21,6 +24,7 @@ from megarl.settings.schema import require
 
 Sources = dict[str, bytes]
 """{absolute path of a Python file: its content}"""
+PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 CLASSES = ("environment.session", "rollout.engine.kind", "training.sequence.block")
 """Settings that name a class; others name a function."""
 
@@ -194,7 +198,7 @@ def load_by_path(path: Path, name: str, setting: str, sources: Sources | None = 
             loader.exec_module(module)
         except BaseException as error:  # SystemExit too, which would end the process without a word
             del sys.modules[module_name]
-            text = " ".join(f"{type(error).__name__}: {error}".split())
+            text = " ".join(described(error, [path]).split())
             raise ValueError(f"{setting}: {path} does not import: {text}; mend the file") from error
     target = getattr(module, name, None)
     public = [key for key, value in vars(module).items() if fits(value) and not key.startswith("_")]
@@ -206,6 +210,27 @@ def load_by_path(path: Path, name: str, setting: str, sources: Sources | None = 
         f" one of: {listed}",
     )
     return target
+
+
+def described(error: BaseException, files: Sequence[Path]) -> str:
+    """`Type (file, line): message`; the line is the last one that the error, or one that caused it,
+    passed in `files`, the user's, or beside them. Reads no file: the user's code may have filled
+    the memory.
+    """
+    name, place, cause = type(error).__name__, "", error
+    with suppress(BaseException):
+        own = {str(path.resolve()) for path in files}
+        folders = tuple(f"{os.path.dirname(path)}{os.sep}" for path in own)
+        while cause is not None and not place:
+            for frame, line in traceback.walk_tb(cause.__traceback__):
+                path = frame.f_code.co_filename
+                is_beside = path.startswith(folders) and not path.startswith(PACKAGE)
+                if path in own or (is_beside and f"-packages{os.sep}" not in path):
+                    place = f" ({os.path.basename(path)}, line {line})"
+            cause = cause.__cause__
+    with suppress(BaseException):
+        return f"{name}{place}: {error}"
+    return name
 
 
 def check_function(function: Callable[..., Any], name: str, setting: str) -> None:

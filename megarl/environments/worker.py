@@ -19,9 +19,8 @@ import resource
 import signal
 import socket
 import sys
-import sysconfig
 import traceback
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -142,6 +141,8 @@ class Host:
     """A `megarl.environments.verifiers.Verifier`; None where the process runs sessions."""
     _is_own = True
     """Whether the process runs the user's code."""
+    _files: Sequence[Path] = ()
+    """The user's, which the recipe names."""
 
     def __init__(self, channel: WorkerChannel, loop: asyncio.AbstractEventLoop) -> None:
         self._channel, self._loop = channel, loop
@@ -206,11 +207,14 @@ class Host:
             failure = "error" if self._is_own else "response_limit"
             reply |= {"failure": failure, "detail": f"{OUT_OF_MEMORY}{advice}"}
         except BaseException as error:  # SystemExit and such must not end the process either
-            reply |= {"failure": "error", "detail": _said(error)[:DETAIL_CHARACTERS]}
+            reply |= {"failure": "error", "detail": self._described(error)[:DETAIL_CHARACTERS]}
             # A thread that an earlier call has left behind may have interrupted this one.
             is_interrupted = KeyboardInterrupt in (type(error), type(error.__cause__))
             if self._verifier is not None and is_interrupted:
                 reply["again"] = True
+
+    def _described(self, error: BaseException) -> str:
+        return user_code.described(error, self._files)
 
     # Loading
 
@@ -232,7 +236,7 @@ class Host:
             if kit_name:
                 of_app(kit_name)
             verifiers.import_built_in(config)
-            files = verifiers.own_files(config)
+            files = self._files = verifiers.own_files(config)
             if config.isolate and (config.has_sessions or files):
                 enter_own_domain()
             self._is_own = bool(files) or config.has_sessions
@@ -252,7 +256,9 @@ class Host:
             if limit_mib is not None:
                 limit_memory(limit_mib)
         except BaseException as error:
-            return {"refused": str(error) if isinstance(error, ValueError) else _said(error)}
+            return {
+                "refused": str(error) if isinstance(error, ValueError) else self._described(error)
+            }
         gc.collect()
         gc.freeze()  # what is imported stays, and would be searched again and again
         self._calls = UserCalls(config.threads)
@@ -411,7 +417,7 @@ class Host:
             try:
                 await self._call(session.close)
             except BaseException as error:
-                print(f"a session's close failed: {_said(error)}", file=sys.stderr)
+                print(f"a session's close failed: {self._described(error)}", file=sys.stderr)
 
     async def _call(
         self, function: Callable[..., Any], *arguments: Any, setting: str = "time_limit_s"
@@ -439,22 +445,6 @@ class Host:
             return {"observation": observation.token_ids, "stop": observation.stop} | common
         ids = await self._loop.run_in_executor(self._encoding, self._codec.encode, text)
         return {"observation": ids, "reward": reward} | common
-
-
-def _said(error: BaseException) -> str:
-    """An error and the last line of the user's code that it passed."""
-    name = type(error).__name__
-    megarl = str(Path(__file__).parents[1])
-    others = (megarl, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
-    lines = [
-        f" ({Path(frame.filename).name}, line {frame.lineno})"
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(others)
-    ]
-    try:
-        return f"{name}: {error}{''.join(lines[-1:])}"
-    except BaseException:
-        return name
 
 
 def main(parent: int) -> None:

@@ -211,7 +211,7 @@ def shown_metrics(metrics: Mapping[str, float | None], *, separator: str = "  ")
     # A policy gradient's loss says nothing about progress.
     hidden = {"loss"} if "reward/mean" in metrics else set()
     hidden |= {"tokens/trained_per_s"} if "tokens/generated_per_s" in metrics else set()
-    if (metrics.get("length/truncated_share") or 0) < 0.005:  # which reads 0%
+    if (metrics.get("length/truncated_share") or 0) <= 0.005:  # which reads 0%
         hidden.add("length/truncated_share")
     return separator.join(
         template.format(metrics[name])

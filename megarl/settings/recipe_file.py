@@ -297,6 +297,8 @@ def _value(kind: Any, values: list[str], word: str) -> Any:
     if typing.get_origin(kind) is tuple and not (len(items) == 1 and isinstance(items[0], list)):
         return items
     if len(items) != 1:
-        example = next((choice for choice in choices if isinstance(choice, str)), "VALUE")
+        example = next(
+            (choice for choice in choices if choice and isinstance(choice, str)), "VALUE"
+        )
         raise ValueError(f"{word} has {len(items)} values; write one: {word} {example}")
     return items[0]

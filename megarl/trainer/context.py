@@ -388,7 +388,7 @@ def open_context(config: AnyConfig, inputs: RunInputs) -> Iterator[RunContext]:
             if device.type == "cpu" and (slow := slow_precision_warning(training.precision)):
                 console.say(slow)
             if is_own(training.sequence.block):
-                console.say(f"all attention is computed by {training.sequence.block}")
+                console.say(f"all attention in training is computed by {training.sequence.block}")
             elif device.type == "cuda" and training.attention == "auto":
                 console.say(attention_line(training.dtype, device, head_width(inputs.hf)))
         broadcast_object(None, mesh_module.all_ranks())  # the folder is there

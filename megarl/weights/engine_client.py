@@ -35,9 +35,7 @@ class EngineCall:
         """The engines' answers. Raises `ProcessLost` for those that are dead, failed or late, and
         `Aborted` if one only stopped because another process gave up.
         """
-        outcomes: list[CallOutcome] = ask(
-            THE_SERVICE, self._reference, timeout_s + SERVICE_TIMEOUT_S, DOING
-        )
+        outcomes: list[CallOutcome] = self._engines.answer(self._reference, timeout_s)
         failed = {n: outcome.problem for n, outcome in enumerate(outcomes) if outcome.problem}
         # The call ends at the first failure: others are late only if none has failed.
         known = {n: why for n, why in failed.items() if why != "late"}
@@ -69,10 +67,13 @@ class EngineClient:
         self._service, self._start_timeout_s = service, start_timeout_s
 
     def ask(self, method: str, *arguments: Any, timeout_s: float = 0.0) -> Any:
-        """The answer of a method of `EngineManager` that takes at most `timeout_s`. A service that
-        hangs is noticed within `SERVICE_TIMEOUT_S`, also if engines may take longer.
+        """The answer of a method of `EngineManager` that takes at most `timeout_s`."""
+        return self.answer(self._service.engine_call.remote(method, *arguments), timeout_s)
+
+    def answer(self, reference: Any, timeout_s: float) -> Any:
+        """The answer of a call that takes at most `timeout_s`. A service that hangs is noticed
+        within `SERVICE_TIMEOUT_S`, also if engines may take longer.
         """
-        reference = self._service.engine_call.remote(method, *arguments)
         ends = time.monotonic() + timeout_s
         while time.monotonic() < ends and not ray.wait([reference], timeout=SIGN_OF_LIFE_S)[0]:
             ask(THE_SERVICE, self._service.__ray_ready__.remote(), SERVICE_TIMEOUT_S, DOING)

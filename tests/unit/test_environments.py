@@ -178,9 +178,9 @@ BAD = {
     "{own}:nothing": "has no function 'nothing'; set one of: judge, judge_later, neighbour",
     "{own}:LIMIT": "'LIMIT' of .* is int, not a function; set one of: judge",
     "{folder}/broken.py:judge": (
-        r"broken\.py does not import: ModuleNotFoundError: No module named 'nowhere'; mend the file"
+        r"broken\.py does not import: ModuleNotFoundError \(broken.py, line 1\): No module named 'nowhere'; mend the file"
     ),
-    "{folder}/exits.py:judge": r"exits\.py does not import: SystemExit: need config; mend the file",
+    "{folder}/exits.py:judge": r"exits\.py does not import: SystemExit \(exits.py, line 2\): need config; mend the file",
     "{folder}/dies.py:judge": "its process ended with exit code 3 at start",
 }
 
@@ -202,12 +202,12 @@ def test_a_verifier_that_cannot_be_loaded_stops_the_run(
 
 def test_a_failure_costs_its_own_sample_only(own: str) -> None:
     bad = {
-        "raise": ("error", "RuntimeError: no \u00fcse \ud800 (own.py, line "),
+        "raise": ("error", "RuntimeError (own.py, line 15): no \u00fcse \ud800"),
         "loop": ("response_limit", "no verdict within environment.time_limit_s = 0.5 s"),
         "regex": ("response_limit", "no verdict"),
         "sleep": ("timeout", "no verdict"),
         "die": ("error", "the verifier's process ended by signal SIGSEGV"),
-        "exit": ("error", "SystemExit: 3"),
+        "exit": ("error", "SystemExit (own.py, line 22): 3"),
         "nan": ("nan", "returned nan, not a finite number"),
         "inf": ("nan", "returned inf, not a finite number"),
         "none": ("", ""),

@@ -224,6 +224,8 @@ def test_preferences_and_reward_models_have_ranks_alone(shown: Shown) -> None:
      "are 6 engine ranks, but the policy has 4 ranks to share with"),
     ((), {"CUDA_VISIBLE_DEVICES": "0,1,2,3"},
      "need 8 GPUs, but CUDA_VISIBLE_DEVICES is 0,1,2,3; set rollout.placement to colocated"),
+    (("--recipe", "launch/recipes/sft_7b.yaml"), {"CUDA_VISIBLE_DEVICES": "0"},
+     "need 8 GPUs, but CUDA_VISIBLE_DEVICES is 0; change the recipe's training.layout"),
     *((("--recipe", GSM8K), {"CUDA_VISIBLE_DEVICES": visible}, "set it to each GPU once")
       for visible in ("0,,1", "0,0", "GPU-ab,1, GPU-ab")),
     (("--recipe", GSM8K), {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, "hides all GPUs: unset it"),

@@ -201,7 +201,7 @@ def test_progress_on_a_terminal_is_a_bar(
 def test_shown_tolerates_missing_and_null() -> None:
     assert shown_metrics({}) == ""
     assert shown_metrics({"reward/mean": 0.25, "accuracy": None, "loss": 3.0}) == "reward +0.250"
-    assert shown_metrics({"length/truncated_share": 0.004}) == ""
+    assert shown_metrics({"length/truncated_share": 0.005}) == ""
     assert shown_metrics({"length/truncated_share": 0.88}) == "cut off 88%"
 
 

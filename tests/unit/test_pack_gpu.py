@@ -152,15 +152,32 @@ def test_the_gpu_may_be_left_unchecked(bundle: Path) -> None:
     assert unpack(bundle, "", "--any-gpu")[0] == 0
 
 
+def test_only_the_locked_version_is_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`torch==2.13.0` would also take another index's 2.13.0+cpu."""
+    (tmp_path / "lock.txt").write_text("# torch==1\ndeepspeed==0.19.8\ntorch==2.13.0\n")
+    commands: list[list[str]] = []
+    done = subprocess.CompletedProcess[str]([], 0)
+    monkeypatch.setattr(subprocess, "run", lambda command: commands.append(command) or done)
+    pack_gpu.download(tmp_path / "lock.txt", "3.12", tmp_path)
+    assert [command[-1] for command in commands] == ["torch===2.13.0", "deepspeed==0.19.8"]
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "wheels", "message"),
     [
-        (("--gpu", "h200"), "no wheel has code for compute capability 9.0"),
-        (("--gpu", "h200", "--python", "3.5"), "there is no launch/requirements-cuda-py3.5.txt"),
+        (("--gpu", "h200"), (), "no wheel has code for compute capability 9.0"),
+        (("--gpu", "h200"), ("torch-2.13.0+cpu-cp312-cp312-linux_x86_64",), "is not for CUDA"),
+        (("--gpu", "h200"), ("torch-2.12.0-py3", "Torch-2.13.0-py3"), "several versions of torch"),
+        (("--gpu", "h200", "--python", "3.5"), (), "no launch/requirements-cuda-py3.5.txt"),
     ],
 )
-def test_what_is_not_packed(tmp_path: Path, options: tuple[str, ...], message: str) -> None:
-    """The first is a folder without wheels for CUDA."""
+def test_what_is_not_packed(
+    tmp_path: Path, options: tuple[str, ...], wheels: tuple[str, ...], message: str
+) -> None:
+    for name in wheels:
+        (tmp_path / f"{name}.whl").touch()
     with pytest.raises(SystemExit, match=message):
         pack_gpu.main([*options, "--wheels", str(tmp_path), "--out", str(tmp_path / "out")])
 

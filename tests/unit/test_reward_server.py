@@ -424,7 +424,7 @@ def test_the_command_serves_until_sigterm(own: str, tmp_path: Path) -> None:
         hold = {"headers": {"Authorization": "Bearer hush"}}
         scores = post(url, "7", "raise", "a b", **hold).json()["scores"]
         assert scores[0] == {"reward": 1.0, "correct": None, "words": 1.0, "seen": 0.0}
-        assert scores[1] == {"failure": "error", "detail": "KeyError: 'gold'"}
+        assert scores[1] == {"failure": "error", "detail": "KeyError (own.py, line 6): 'gold'"}
         assert scores[2]["words"] == 2.0
         large = {"headers": hold["headers"] | {"X-Long": "x" * 2**17}}
         with suppress(requests.RequestException):  # closed before all of it was read

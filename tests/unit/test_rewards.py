@@ -131,7 +131,7 @@ def test_correct_may_be_a_truth_value(value: Any) -> None:
 
 DEFINED = """
 from __future__ import annotations
-import asyncio
+import asyncio, os
 from dataclasses import dataclass
 
 @dataclass
@@ -146,6 +146,7 @@ def score(prompt, response):
 async def interrupt(prompt, response): raise KeyboardInterrupt("by hand")
 async def cancel(prompt, response): raise asyncio.CancelledError("no more")
 def leave(prompt, response): raise SystemExit("no key")
+def look(prompt, response): return os.environ["NOWHERE"]
 """
 
 
@@ -165,17 +166,21 @@ def test_a_plain_function_may_run_its_own_loop(several: bool, tmp_path: Path) ->
         ("interrupt", "KeyboardInterrupt: by hand"),
         ("cancel", "CancelledError: no more"),
         ("leave", "SystemExit: no key"),
+        ("look", "KeyError: 'NOWHERE'"),
     ],
 )
 def test_what_is_no_exception_is_a_failure_too(
     function: str, detail: str, several: bool, tmp_path: Path
 ) -> None:
+    """The detail names the line of the user's file, also of an error in Python's own."""
     write(tmp_path / "own.py", DEFINED)
     name = f"{tmp_path / 'own.py'}:{function}"
     config = EnvironmentConfig(rewards={name: 1.0}) if several else EnvironmentConfig(verifier=name)
-    expected = f"RuntimeError: {function}: {detail}" if several else detail
+    (line,) = (n for n, text in enumerate(DEFINED.split("\n"), 1) if f"def {function}(" in text)
+    kind, text = ("RuntimeError", f"{function}: {detail}") if several else detail.split(": ")
     found = verdicts(config, "x", "x")
-    assert [(one.failure, one.detail) for one in found] == [("error", expected)] * 2
+    expected = ("error", f"{kind} (own.py, line {line}): {text}")
+    assert [(one.failure, one.detail) for one in found] == [expected] * 2
 
 
 def test_helpers_of_one_name_beside_two_files(
@@ -215,7 +220,9 @@ def test_responses_without_a_score(tmp_path: Path) -> None:
     cut = run(config, lambda made: made.score(PROMPT, "ab", 5, True))
     assert (cut.reward, cut.failure) == (-3.0, "")
     (failed,) = verdicts(EnvironmentConfig(rewards={own: 1.0, "math": 2.0}), "")
-    assert failed.detail == "RuntimeError: score: ZeroDivisionError: division by zero"
+    assert failed.detail == (
+        "RuntimeError (own.py, line 2): score: ZeroDivisionError: division by zero"
+    )
 
 
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
@@ -279,6 +286,17 @@ def test_memory_is_limited(tmp_path: Path) -> None:
     assert failed.detail == (
         "the verifier's process ran out of memory; raise environment.memory_limit_mib = 256"
     )
+    fills = write(
+        tmp_path / "fills.py",
+        """
+async def score(prompt, response):
+    held = []
+    while True: held.append("x" * 50 + str(len(held)))
+""",
+    )
+    config = EnvironmentConfig(rewards={fills: 1.0}, memory_limit_mib=256)
+    (failed,) = verdicts(config, "x")
+    assert failed.detail.startswith("RuntimeError") and "score: MemoryError" in failed.detail
     with pytest.raises(ValueError, match=r"is 1, but the verifier's process holds \d+ MiB once"):
         limit_memory(1)
 

@@ -646,8 +646,7 @@ def test_a_call_to_all_engines_names_those_that_failed(
 ) -> None:  # fmt: skip
     """It ends with the first failure: engines that have no answer by then are not late."""
     monkeypatch.setattr(engine_client.ray, "wait", lambda references, timeout: (references, []))
-    monkeypatch.setattr(engine_client, "ask", lambda *_: outcomes)
-    engines: Any = SimpleNamespace(ask=lambda *_, **__: outcomes)
+    engines: Any = SimpleNamespace(ask=lambda *_, **__: outcomes, answer=lambda *_: outcomes)
     call = EngineCall(engines, "reference")
     assert call.settle(timeout_s=1.0) == unsettled
     if error is None:

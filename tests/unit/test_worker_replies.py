@@ -207,7 +207,7 @@ def test_a_plain_call_is_made_again_once_and_a_hang_never(own: str) -> None:
             "no verdict within environment.time_limit_s = 0.5 s: the verifier's process gave no"
             " reply and was ended",
         ),
-        ("error", "KeyboardInterrupt: by hand"),
+        ("error", "KeyboardInterrupt (own.py, line 92): by hand"),
         ("", ""),
     ]
     calls = Path(own + ".calls").read_text().split("\n")

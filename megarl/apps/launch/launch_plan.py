@@ -152,9 +152,9 @@ def deal_gpus(plan: LaunchPlan, nodes: Sequence[Sequence[str]], listed: str) -> 
     """
     pool = [[Gpu(number, name) for name in names] for number, names in enumerate(nodes)]
     have = sum(map(len, pool))
-    share, turns = "colocated ", ""
-    if not plan.colocated:
-        share, turns = "", " set rollout.placement to colocated,"
+    share, turns = "colocated " if plan.colocated else "", ""
+    if not plan.colocated and 0 < plan.num_engines * plan.tensor <= plan.num_ranks <= have:
+        turns = " set rollout.placement to colocated,"
     require(
         have >= plan.num_gpus,
         f"{plan.num_ranks} trainer ranks and {plan.num_engines} {share}engines of {plan.tensor}"
