@@ -193,8 +193,8 @@ async def test_plain_functions_run_on_as_many_threads_as_set(
     [
         ("loop", "response_limit", "environment.time_limit_s = 0.5 s"),
         ("sleep", "timeout", "environment.time_limit_s = 0.5 s"),
-        ("exit", "error", "SystemExit: 3"),
-        ("raise", "error", "TimeoutError: a time-out of its own"),
+        ("exit", "error", "SystemExit (own.py, line 38): 3"),
+        ("raise", "error", "TimeoutError (own.py, line 43): a time-out of its own"),
         ("number", "error", "observation is 5, not a text"),
         ("nothing", "error", "the observation '', which has no tokens"),
         ("nan", "nan", "not a finite number"),
