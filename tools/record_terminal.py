@@ -19,12 +19,17 @@ from pathlib import Path
 
 FASTER, COLUMNS, LINE_PX, WIDTH_PX = 10, 118, 19, 960
 
+CONTROL = re.compile(r"\x1b\[[0-9;]*m|[\x00-\x1f]")
+"""Colours and control characters, which SVG cannot have."""
+
 Printed = list[tuple[float, str]]
 """[(seconds since the start, line)]"""
 
 
 def record(commands: list[str]) -> Printed:
-    """Run `commands` in turn, passing their lines on. Raises `CalledProcessError` if one fails."""
+    """Run `commands` in turn and record their output, which is also printed. Raises
+    `CalledProcessError` if one fails.
+    """
     began, printed = time.monotonic(), Printed()
     for command in commands:
         printed.append((time.monotonic() - began, f"$ {command}"))
@@ -39,10 +44,7 @@ def record(commands: list[str]) -> Printed:
             assert process.stdout is not None
             for line in process.stdout:
                 sys.stderr.write(line)
-                text = re.sub(
-                    r"\x1b\[[0-9;]*m|[\x00-\x1f]", "", line
-                )  # colours, control characters
-                printed.append((time.monotonic() - began, text.rstrip()))
+                printed.append((time.monotonic() - began, CONTROL.sub("", line).rstrip()))
         if process.returncode:
             raise subprocess.CalledProcessError(process.returncode, command)
     return printed

@@ -175,9 +175,9 @@ def neighbours(paths: Sequence[Path]) -> list[str]:
 
 
 def load_by_path(path: Path, name: str, setting: str, sources: Sources | None = None) -> Any:
-    """Attribute `name` of the Python file at `path`, whose content comes from `sources` if it is
-    there and runs once in a process. Raises `ValueError` that names the recipe's key `setting`, if
-    the file does not import, or has no such function, or class where `setting` names one.
+    """Import the Python file at `path`, once in a process, and return its function `name` (a class
+    for a setting in `CLASSES`). `sources`: what to run in place of the file. Raises `ValueError`,
+    which names the recipe's key `setting`, if the import fails or `name` is missing.
     """
     noun, fits = "function", inspect.isfunction
     if setting in CLASSES:
@@ -213,9 +213,8 @@ def load_by_path(path: Path, name: str, setting: str, sources: Sources | None = 
 
 
 def described(error: BaseException, files: Sequence[Path]) -> str:
-    """`Type (file, line): message`; the line is the last one that the error, or one that caused it,
-    passed in `files`, the user's, or beside them. Reads no file: the user's code may have filled
-    the memory.
+    """An error as `Type (file, line): message`, with the innermost line of the user's code: in
+    `files` or beside them, also of a cause. Reads no source: the memory may be full.
     """
     name, place, cause = type(error).__name__, "", error
     with suppress(BaseException):

@@ -142,7 +142,7 @@ class Host:
     _is_own = True
     """Whether the process runs the user's code."""
     _files: Sequence[Path] = ()
-    """The user's, which the recipe names."""
+    """The user's, named by the recipe."""
 
     def __init__(self, channel: WorkerChannel, loop: asyncio.AbstractEventLoop) -> None:
         self._channel, self._loop = channel, loop
@@ -340,8 +340,8 @@ class Host:
         return reply
 
     async def step(self, key: str, token_ids: Any) -> Reply:
-        """Pass the model's latest turn, [T], to the session: {observation: token ids, reward}; or
-        at its end {answer, metrics}, {score, correct, metrics} or {failure, detail}.
+        """Give the model's turn, token ids [T], to the session. Returns {observation: token ids,
+        reward}; at the end {answer, metrics}, {score, correct, metrics} or {failure, detail}.
         """
         session = self._open.pop(key, None)
         if session is None:
@@ -382,8 +382,8 @@ class Host:
         return reply
 
     async def cut_off(self, key: str, token_ids: Any) -> Reply:
-        """Close and forget the session. Returns {finish: "tool_call"} if it says that `token_ids`,
-        the last turn [T], end inside a tool call; otherwise {finish: ""}. None: do not ask.
+        """Close a session whose rollout was cut off. `token_ids`: the last turn, [T], or None.
+        Returns {finish: "tool_call"} if it ends inside a tool call, else {finish: ""}.
         """
         task = self._in_call.pop(key, None)  # a session in a call is closed after it
         if task is not None and self._config.agent.is_used:

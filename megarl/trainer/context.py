@@ -337,8 +337,8 @@ class RunContext:
 
 
 def trained_roles(config: RunConfig, places: Mapping[str, RolePlace]) -> dict[str, str]:
-    """{name: how it is trained} of the critics, such as "data 2 x sequence 1 x tensor 1, ZeRO 1,
-    bfloat16", for checkpoints. `places`: of all models beside the policy.
+    """{critic's name: layout, ZeRO stage and precision} for checkpoints, such as "data 2 x sequence
+    1 x tensor 1, ZeRO 1, bfloat16". `places`: of models beside the policy.
     """
     return {
         name: written_under(places[name].layout, role_training(config, name))

@@ -122,12 +122,12 @@ class Role:
 
     @property
     def fused(self) -> dict[str, list[tuple[str, tuple[int, int]]]]:
-        """See `RoleModel.fused`."""
+        """{parameter: (name, shape) of the published tensors joined in it}, such as experts'."""
         return self.engine.module.fused
 
     @property
     def windows(self) -> list[int | None]:
-        """See `RoleModel.windows`."""
+        """Each layer's sliding window in tokens, or None."""
         return self.engine.module.windows
 
     @property

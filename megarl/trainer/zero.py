@@ -96,8 +96,8 @@ def _bare(name: str) -> str:
 
 
 def _gradient(parameter: Any) -> torch.Tensor | None:
-    """This rank's part of the gradient, summed over ranks; None if frozen. Valid from a step's last
-    backward pass to its optimizer step.
+    """This rank's part of a gradient that is summed over ranks; None for a frozen parameter. Valid
+    between a step's last backward pass and its optimizer step.
     """
     if not parameter.requires_grad:
         return None

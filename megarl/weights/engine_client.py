@@ -16,7 +16,7 @@ from megarl.weights.transports.base import GIVEN_UP, Aborted
 
 DOING = "calling the engines"
 SIGN_OF_LIFE_S = 10.0
-"""Between questions whether the service lives, during a call that may take long."""
+"""Between checks that the service lives, during a long call."""
 
 
 class EngineCall:
@@ -72,7 +72,7 @@ class EngineClient:
 
     def answer(self, reference: Any, timeout_s: float) -> Any:
         """The answer of a call that takes at most `timeout_s`. A service that hangs is noticed
-        within `SERVICE_TIMEOUT_S`, also if engines may take longer.
+        within `SERVICE_TIMEOUT_S`.
         """
         ends = time.monotonic() + timeout_s
         while time.monotonic() < ends and not ray.wait([reference], timeout=SIGN_OF_LIFE_S)[0]:

@@ -102,8 +102,8 @@ class Task(ABC):
         """Return the loss of `batch`, which is the same on every rank, over this rank's share."""
 
     def take(self, first: int, count: int, *, stops: bool) -> Any:
-        """The batch of `count` rows from position `first` of the training order, the same on every
-        rank; None on every rank if rank 0 passes `stops`, to end the run.
+        """Broadcast the batch of `count` rows from position `first` of the training order; None if
+        rank 0 passes `stops`, to end the run.
         """
         batch = None
         if self._rows is not None and not stops:

@@ -42,7 +42,7 @@ def to_simplify(node: Node) -> list[Node] | None:
     nodes: list[Node] = []
     try:
         _literal(node, nodes)
-    except NotImplementedError:
+    except ValueError:
         return None
     return nodes
 
@@ -57,7 +57,7 @@ def _plain(node: Node) -> Fraction | None:
 
 def _literal(node: Node, nodes: list[Node]) -> Fraction | None:
     """The value of a notation of one number; None for another finished expression. Adds the parts
-    that could be simplified to `nodes`. Raises `NotImplementedError` for an operation to be done.
+    that could be simplified to `nodes`. Raises `ValueError` for an unfinished expression.
     """
     if node.type == "number":
         if "overline" in node.text:
@@ -75,7 +75,7 @@ def _literal(node: Node, nodes: list[Node]) -> Fraction | None:
     if node.type == "sum":
         terms = [term for item in node.items if (term := _without_coefficient(item)) is not None]
         if len(terms) > len(set(terms)):
-            raise NotImplementedError
+            raise ValueError
         return None
     if not values or any(value is None for value in values):
         return None
@@ -86,7 +86,7 @@ def _literal(node: Node, nodes: list[Node]) -> Fraction | None:
     if node.type in ("factorial", "binom", "bar", "floor", "ceil") or (
         node.type == "root" and _is_power(values[1], values[0])
     ):
-        raise NotImplementedError
+        raise ValueError
     return None
 
 
@@ -108,7 +108,7 @@ def _product(node: Node, nodes: list[Node]) -> Fraction | None:
         nodes.append(node)
         numbers.pop()
     if len(numbers) > 1:
-        raise NotImplementedError
+        raise ValueError
     return values[0] if len(factors) == len(numbers) == 1 else None
 
 
@@ -117,10 +117,10 @@ def _quotient(node: Node, nodes: list[Node]) -> Fraction:
     if over and node.text == "frac" and under is None and node.items[1].type == "power":
         return over / _number(node.items[1], nodes)
     if over is None or not under or node.text == ":" or over.denominator * under.denominator != 1:
-        raise NotImplementedError
+        raise ValueError
     whole = over % under == 0
     if whole and node.text != "frac" and node.type != "ratio":
-        raise NotImplementedError
+        raise ValueError
     if whole or gcd(over.numerator, under.numerator) != 1:
         nodes.append(node)
     return over / under
@@ -129,7 +129,7 @@ def _quotient(node: Node, nodes: list[Node]) -> Fraction:
 def _number(node: Node, nodes: list[Node]) -> Fraction:
     value = _literal(node, nodes)
     if value is None:
-        raise NotImplementedError
+        raise ValueError
     return value
 
 
@@ -142,7 +142,7 @@ def _power(node: Node, nodes: list[Node]) -> Fraction | None:
     if size is None or base.type != "number" or not (is_ten or size < 0):
         if _literal(exponent, []) is not None and size is None and exponent.type != "power":
             return None  # as in 2^{3/2}
-        raise NotImplementedError
+        raise ValueError
     nodes.append(node)
     return base.value
 
@@ -163,7 +163,7 @@ def _without_coefficient(node: Node) -> str | None:
 def _is_number(node: Node) -> bool:
     try:
         return _literal(node, []) is not None
-    except NotImplementedError:
+    except ValueError:
         return False
 
 
